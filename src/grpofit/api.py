@@ -1,0 +1,211 @@
+"""The verbs as functions: what the command line does, from Python.
+
+Owns the order of a verb's work. Must not print (displays do), nor know how a step or an evaluation is computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpofit import config as config_layer
+from grpofit.config import Config, RecipeInfo, Resolved
+from grpofit.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from grpofit.types import Rollout
+
+Overrides = Sequence[str] | Mapping[str, Any]
+Source = str | Path | Mapping[str, Any] | Config | Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run: where it is, and its `summary.json`."""
+
+    run_dir: Path
+    summary: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """An evaluation: `metrics` as in the run's records, and some of the completions."""
+
+    metrics: Mapping[str, float]
+    samples: Sequence[Rollout] = field(default=())
+
+
+def load(source: Source, overrides: Overrides = ()) -> Resolved:
+    """Load a recipe, file or mapping, apply overrides, check.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    if isinstance(source, Resolved):
+        return config_layer.load(source.config, overrides) if overrides else source
+    return config_layer.load(source, overrides)
+
+
+def recipes() -> list[RecipeInfo]:
+    """The packaged recipes."""
+    return config_layer.recipes()
+
+
+def train(
+    source: Source | None = None,
+    overrides: Overrides = (),
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    plain: bool | None = None,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+) -> RunResult:
+    """Train, or continue a run.
+
+    Args:
+        source: recipe name, YAML path, mapping or configuration; None with `resume`.
+        overrides: `a.b=value` texts or dotted keys with values.
+        out: run directory, must not exist; default `runs/NAME-MMDD-HHMM`.
+        resume: run directory to continue from its last checkpoint. Only keys that change no maths may be overridden.
+        plain: one line a step instead of the live screen; None: live where there is a terminal.
+        rewards: functions by the name under which `rewards[].function` refers to them; they run in this process.
+
+    Raises:
+        UserError: something in the configuration, the data, the model or the directory; nothing was lost.
+        StoppedError: the run stopped itself; its checkpoint is kept.
+        KeyboardInterrupt: stopped on request; its checkpoint is kept.
+    """
+    if (source is None) == (resume is None):
+        raise UserError(
+            "train needs either a configuration or a run directory to resume",
+            values=f"source: {source!r}, resume: {resume!r}",
+            why="a resumed run has its configuration in its directory",
+            fix="train('smollm2-arithmetic') or train(resume='runs/latest')",
+        )
+    from grpofit.training import rundir
+    from grpofit.training.display import open_display
+    from grpofit.training.loop import Trainer
+    from grpofit.training.setup import set_threads
+
+    if resume is not None:
+        run_dir, resolved, recorded = rundir.open_run_dir(Path(resume), overrides)
+        threads = set_threads(recorded["threads"] if resolved.config.run.threads == "auto" else resolved.config.run.threads)
+        changed = rundir.changed_packages(recorded, threads)
+    else:
+        assert source is not None
+        resolved = load(source, overrides)
+        threads, changed = set_threads(resolved.config.run.threads), []
+        run_dir = Path(out) if out is not None else rundir.default_run_dir(resolved.name)
+        rundir.create_run_dir(run_dir, resolved, threads)
+    with rundir.locked(run_dir), open_display(run_dir / rundir.LOG, plain=plain) as display:
+        try:
+            trainer = Trainer(resolved, run_dir, display, threads=threads, functions=rewards)
+        except UserError:
+            if resume is None:
+                rundir.discard(run_dir)
+            raise
+        rundir.point_latest(run_dir)
+        if changed:
+            display.event(f"not the environment the run began in, results may round differently: {', '.join(changed)}",
+                          warning=True)  # fmt: skip
+        return RunResult(run_dir, trainer.run())
+
+
+def evaluate(
+    target: str | Path, overrides: Overrides = (), *, samples: int = 0, show: int = 0,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+) -> EvalResult:  # fmt: skip
+    """Accuracy on held-out prompts.
+
+    Args:
+        target: a run directory (its final weights, else its last checkpoint), a recipe or YAML (its starting model),
+            or a model: hub id, folder, GGUF file, `smollm2-135m`; a model is asked the task of `smollm2-arithmetic`
+            unless `task` is overridden.
+        samples: also pass@k from k samples of each prompt; 0: off.
+        show: return this many scored completions.
+    """
+    from grpofit.training.evaluate import evaluate_policy
+    from grpofit.training.setup import build_evaluator, choose_device, set_threads
+
+    resolved, restore = _evaluation_target(str(target), overrides)
+    config = resolved.config
+    set_threads(config.run.threads)
+    evaluator, _ = build_evaluator(resolved, choose_device(config.run.device), functions=rewards)
+    try:
+        if restore is not None:
+            restore(evaluator.policy)
+        evaluator.policy.model.eval()
+        result = evaluate_policy(
+            evaluator.engine,
+            evaluator.rewards,
+            evaluator.heldout,
+            evaluator.sampling,
+            seed=config.run.seed,
+            k=samples,
+        )
+    finally:
+        evaluator.rewards.close()
+    return EvalResult(result.record(), result.rollouts[:show])
+
+
+def _evaluation_target(target: str, overrides: Overrides) -> tuple[Resolved, Callable[[Any], None] | None]:
+    from grpofit.training import rundir
+
+    path = Path(target)
+    if (path / rundir.CONFIG).is_file():
+        if (path / rundir.FINAL).is_dir():
+            changes = {"model.name": str((path / rundir.FINAL).resolve()), **_as_mapping(overrides)}
+            return config_layer.load(path / rundir.CONFIG, changes), None
+        return config_layer.load(path / rundir.CONFIG, overrides), lambda policy: _load_checkpoint(path, policy)
+    if path.suffix in (".yaml", ".yml") or target in {recipe.name for recipe in recipes()}:
+        return load(target, overrides), None
+    changes = {"model.name": target, **_as_mapping(overrides)}
+    if "task" in changes and "rewards" not in changes:
+        changes["rewards"] = [{"name": _usual_reward(changes["task"])}]
+    return load("smollm2-arithmetic", changes), None
+
+
+def _as_mapping(overrides: Overrides) -> dict[str, Any]:
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    from grpofit.config.yaml import parse
+
+    pairs = (text.partition("=") for text in overrides)
+    return {key.strip(): parse(value, f"--set {key}").data for key, _, value in pairs}
+
+
+def _usual_reward(task: Mapping[str, Any]) -> str:
+    name = str(task.get("name", ""))
+    if name.startswith("reasoning_gym:"):
+        return "task"
+    return "last_number" if name == "arithmetic" else "math_answer"
+
+
+def _load_checkpoint(run_dir: Path, policy: Any) -> None:
+    """Put the weights of the newest checkpoint into `policy`."""
+    from grpofit.training import rundir
+    from grpofit.training.checkpoint import load_newest
+
+    checkpoint = load_newest(run_dir / rundir.CHECKPOINTS, lambda text: None)
+    if checkpoint is None:
+        raise RunError(
+            f"run '{run_dir}' has no weights yet",
+            values="no final/ and no checkpoint",
+            why="there is nothing to evaluate",
+            fix=f"grpofit train --resume {run_dir}",
+        )
+    parameters = dict(policy.model.named_parameters())
+    for name, tensor in checkpoint.tensors.items():
+        kind, _, parameter = name.partition("/")
+        if kind == "master":
+            parameters[parameter].data.copy_(tensor)
+
+
+def read_summary(run_dir: str | Path) -> dict[str, Any]:
+    """`summary.json` of a finished run."""
+    from grpofit.training import rundir
+
+    return dict(json.loads((Path(run_dir) / rundir.SUMMARY).read_text()))

@@ -1,0 +1,1 @@
+"""Memory: how a step is squeezed, and what it really takes."""

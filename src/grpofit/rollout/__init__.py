@@ -1,0 +1,1 @@
+"""Rollouts: the engine protocol and its implementations."""
