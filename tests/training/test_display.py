@@ -283,6 +283,25 @@ def test_live_display_draws_rows_and_logs_the_same_lines(tmp_path):
     assert log == EXPECTED
 
 
+def test_progress_bars_of_libraries_appear_in_the_row_now(tmp_path):
+    from tqdm import tqdm
+
+    console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
+    before = sys.stderr
+    with LiveDisplay(tmp_path / "train.log", console, Clock()) as display:
+        display.start(HEADER)
+        display.phase("loading model")
+        with tqdm(total=4, desc="converting", mininterval=0, miniters=1) as bar:
+            bar.update(2)
+            assert "loading model · 0 s   converting:  50%|" in screen(display._running, 100)[-1]
+        assert "converting" not in "".join(screen(display._running, 100))
+        print("a warning of a library", file=sys.stderr)
+    assert sys.stderr is before
+    shown = console.file.getvalue()
+    assert shown.count("converting") <= shown.count("now")  # in the row and nowhere else
+    assert "a warning of a library\n" in shown
+
+
 def test_the_log_of_a_resumed_run_is_appended(tmp_path):
     for _ in range(2):
         clock = Clock()
@@ -400,6 +419,13 @@ def test_report_with_everything():
     ]
 
 
+def test_report_where_nothing_is_correct_or_wrong():
+    summary = {"steps": 3, "step_s_median": None, "accuracy_start": None, "accuracy_end": None}
+    rewards = {"eval_reward_start": 0.1, "eval_reward_end": 0.25, "eval_n": 50}
+    assert report(summary, HEADER) == ["", "trained   3 of 200 steps", "files     runs/latest"]
+    assert report(summary | rewards, HEADER)[2] == "learned   held-out reward 0.10 → 0.25 (n = 50)"
+
+
 def test_moving_average():
     assert moving_average([1.0, 2.0, 3.0, 6.0], window=2) == [1.0, 1.5, 2.5, 4.5]
     assert moving_average([], window=2) == []
@@ -413,6 +439,7 @@ def test_moving_average():
         [record(1)],
         [{"step": 0, "eval/reward": 0.1, "eval/n": 9}, record(1, reward=None), record(2)],
         [evaluation(0, 0.4), *(record(step) for step in range(1, 30)), evaluation(29, 1.0)],
+        [{**evaluation(0, 0.0), "eval/accuracy_low": 1e-17}, {**evaluation(1, 1.0), "eval/accuracy_high": 1 - 1e-16}],
     ],
 )
 def test_curve_is_a_picture_800_pixels_wide(tmp_path, metrics):

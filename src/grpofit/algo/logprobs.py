@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_PRODUCT_ROWS = 4096
+"""Vocabulary rows of the weight's gradient multiplied at once, where the product must be widened before it is added:
+whole, the product and its wide copy would be two more [V, H], and on a CPU three times slower (out of cache)."""
+
 
 def logprobs_from_logits(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
     """Log-probability of each token under softmax(logits / temperature).
@@ -108,21 +112,21 @@ class _Head:
 
     def __init__(self, scale: float, softcap: float | None, temperature: float) -> None:
         self.scale, self.softcap, self.temperature = scale, softcap, temperature
+        self.slope = scale / temperature  # d logits / d raw, where the softcap does not bend it
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[n, V] logits over temperature, in float32 at least; the tensor is new, callers may write to it."""
         raw = F.linear(hidden, weight, bias)
         logits = raw.to(_compute_dtype(raw))
-        if self.softcap is None:
-            return logits.mul_(self.scale / self.temperature)
-        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        if self.softcap is not None:
+            return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        return logits if self.slope == 1 else logits.mul_(self.slope)
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d raw, from the logits that `__call__` returned."""
+    def bend(self, logits: Tensor) -> Tensor | None:
+        """[n, V] by which the softcap lessens the slope: 1 - tanh^2, from what `__call__` returned."""
         if self.softcap is None:
-            return self.scale / self.temperature
-        capped = logits * (self.temperature / self.softcap)
-        return capped.square_().neg_().add_(1).mul_(self.scale / self.temperature)
+            return None
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
 
 def _chunk_statistics(logits: Tensor, token_ids: Tensor, with_entropy: bool) -> list[Tensor]:
@@ -144,7 +148,7 @@ def _chunk_statistics(logits: Tensor, token_ids: Tensor, with_entropy: bool) -> 
 
 def _chunk_gradient(
     logits: Tensor,
-    slope: Tensor | float,
+    bend: Tensor | None,
     token_ids: Tensor,
     largest: Tensor,
     log_sum: Tensor,
@@ -152,7 +156,7 @@ def _chunk_gradient(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of a chunk's raw logits [n, V], written over `logits`; the other tensors are [n] but `slope`."""
+    """Gradient of a chunk's raw logits [n, V], written over `logits`; the other tensors are [n] but `bend`."""
     grad = logits.sub_(largest.unsqueeze(-1)).sub_(log_sum.unsqueeze(-1))
     if entropy is None or grad_entropy is None:
         grad.exp_().mul_(-grad_logprobs.unsqueeze(-1))
@@ -160,7 +164,7 @@ def _chunk_gradient(
         factor = (grad + entropy.unsqueeze(-1)).mul_(grad_entropy.unsqueeze(-1)).add_(grad_logprobs.unsqueeze(-1))
         grad.exp_().mul_(factor.neg_())
     grad.scatter_add_(-1, token_ids.unsqueeze(-1), grad_logprobs.unsqueeze(-1))
-    return grad.mul_(slope)
+    return grad if bend is None else grad.mul_(bend)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -203,7 +207,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token_ids, largest, log_sum, entropy = ctx.saved_tensors
-        grads = torch.zeros_like(largest) if grad_logprobs is None else grad_logprobs
+        # The constant part of the slope goes into [N] numbers, not into [n, V].
+        grads = torch.zeros_like(largest) if grad_logprobs is None else grad_logprobs * ctx.head.slope
+        entropy_grads = None if grad_entropy is None else grad_entropy * ctx.head.slope
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         sum_dtype = largest.dtype if ctx.chunk < hidden.shape[0] else weight.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -214,13 +220,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = ctx.head(hidden[rows], weight, bias)
             grad = _chunk_gradient(
                 logits,
-                ctx.head.slope(logits),
+                ctx.head.bend(logits),
                 token_ids[rows],
                 largest[rows],
                 log_sum[rows],
                 grads[rows],
                 None if entropy is None else entropy[rows],
-                None if grad_entropy is None else grad_entropy[rows],
+                None if entropy_grads is None else entropy_grads[rows],
             )
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(0))
@@ -231,10 +237,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad = logit_gradient(rows)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
-            if grad_weight is not None and sum_dtype == hidden.dtype:
-                grad_weight.addmm_(grad.T, hidden[rows])
-            elif grad_weight is not None:
-                grad_weight.add_(grad.T @ hidden[rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad, hidden[rows])
             del grad
         return (
             grad_hidden,
@@ -242,3 +246,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 5,
         )
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total [V, H] += grad [n, V] transposed times hidden [n, H], whose dtype may be narrower than the total's."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(grad.T, hidden)
+        return
+    for start in range(0, total.shape[0], _PRODUCT_ROWS):
+        rows = slice(start, start + _PRODUCT_ROWS)
+        total[rows].add_(grad[:, rows].T @ hidden)

@@ -137,6 +137,10 @@ def policy_loss(
     assert logprobs.shape == completion_mask.shape, f"{tuple(logprobs.shape)} != {tuple(completion_mask.shape)}"
     assert spec.beta == 0 or ref_logprobs is not None, f"beta {spec.beta} needs ref_logprobs"
     assert spec.entropy_bonus == 0 or entropy is not None, f"entropy_bonus {spec.entropy_bonus} needs entropy"
+    # A bonus on entropies without gradient would be a silent no-op.
+    assert spec.entropy_bonus == 0 or entropy is None or entropy.requires_grad or not logprobs.requires_grad, (
+        f"entropy_bonus {spec.entropy_bonus} needs entropies that carry a gradient, as logprobs do"
+    )
     algorithm = ALGORITHMS[spec.loss]
     mask = completion_mask != 0
     tokens = mask.sum(1)

@@ -66,12 +66,12 @@ class FunctionSpec:
 
 def missing_column(label: str, column: str, columns: Sequence[str]) -> DataError:
     """The error for a reward whose column the rows do not have."""
-    hint = "--set 'task.answer=\"{{ " + (columns[0] if columns else "column") + " }}\"'"
+    reference = next((name for name in columns if name not in ("prompt", "question")), "COLUMN")
     return DataError(
         f'the reward "{label}" needs the column "{column}", and the rows do not have it',
         values=f"columns: {', '.join(columns) or '(none)'}",
         why="without it no completion can be scored",
-        fix=f"name the column that holds the reference: {hint}"
+        fix=f"name the column that holds the reference: --set 'task.answer=\"{{{{ {reference} }}}}\"'"
         if column == "answer"
         else f'add the column "{column}", or give the parameter a default',
     )

@@ -40,7 +40,7 @@ def load_function(target: str, base_dir: str) -> Callable[..., Any]:
     """
     source, _, name = target.rpartition(":")
     if source.endswith(".py"):
-        path = Path(base_dir, Path(source).expanduser())
+        path = Path(base_dir, Path(source).expanduser()).absolute()
         if not path.is_file():
             raise FunctionMissing(f"there is no file {path}")
         sys.path.insert(0, str(path.parent))

@@ -268,7 +268,7 @@ class RewardRunner:
         rollout = rollouts[first.row]
         frac = (len(failures) + 1) / len(rollouts)
         return RewardError(
-            f'the reward "{first.label}" failed on {len(failures)} of {len(rollouts)} completions; '
+            f'the reward "{first.label}" failed on at least {len(failures)} of {len(rollouts)} completions; '
             f"run.max_reward_error_frac allows {percent(self._max_error_frac)}",
             values=f"first failing rollout (group {rollout.group}, sample {rollout.sample}):\n"
             f"prompt      {_shown(rollout.prompt.text)}\n"

@@ -16,6 +16,8 @@ from grpofit.algo.logprobs import chunked_logprobs, entropy_from_logits, logprob
 
 _PROBE_TOKENS = 7
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# A model rounds its logits after each of division, tanh and product, the head once: in units of the largest logit.
+_PROBE_ROUNDINGS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,14 @@ class Head:
     softcap: float | None = None
 
     def logprobs(
-        self, hidden: Tensor, token_ids: Tensor, *, temperature: float, chunk_tokens: int | None, with_entropy: bool
+        self,
+        hidden: Tensor,
+        token_ids: Tensor,
+        *,
+        temperature: float,
+        chunk_tokens: int | None,
+        with_entropy: bool,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs [N] float32 of `token_ids` [N] given `hidden` [N, H], and the entropy [N] float32 if asked."""
         return chunked_logprobs(
@@ -40,6 +49,7 @@ class Head:
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
         )
 
 
@@ -70,15 +80,18 @@ def _reproduces_logits(model: PreTrainedModel, head: Head) -> bool:
     positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
     was_training = model.training
     model.eval()
-    theirs = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float().log_softmax(-1)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
     hidden = hidden_states(model, ids, positions)[0]
     model.train(was_training)
+    theirs = logits.float().log_softmax(-1)
+    rounding = _PROBE_ROUNDINGS * torch.finfo(logits.dtype).eps * logits.abs().max().item()
+    tolerance = max(_PROBE_TOLERANCE.get(hidden.dtype, 1e-4), rounding)
     # Every token of the vocabulary would be a large check; the argmax and a spread of others is enough to see a
     # missing scale, bias or softcap.
     for token_ids in (theirs.argmax(-1), ids[0], ids[0].flip(0)):
         ours, _ = head.logprobs(hidden, token_ids, temperature=1.0, chunk_tokens=None, with_entropy=False)
         gap = (ours - theirs.gather(-1, token_ids[:, None])[:, 0]).abs().max()
-        if gap > _PROBE_TOLERANCE.get(hidden.dtype, 1e-4):
+        if not gap <= tolerance:  # NaN is no match either
             return False
     return True
 
@@ -94,6 +107,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int | None,
     with_entropy: bool,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprobs of the tokens that follow chosen positions.
 
@@ -103,6 +117,7 @@ def token_logprobs(
         predict_index: [N] int64 into the flattened [B * S].
         target_ids: [N] int64, the token after each of those positions.
         chunk_tokens: logits of so many tokens exist at once; None: all N.
+        entropy_gradient: whether the entropy carries a gradient (needed for an entropy bonus only).
 
     Returns:
         logprobs [N] float32 at `temperature`, and entropy [N] float32 or None.
@@ -110,8 +125,13 @@ def token_logprobs(
     if head is not None:
         hidden = hidden_states(model, input_ids, position_ids).flatten(0, 1)[predict_index]
         return head.logprobs(
-            hidden, target_ids, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=with_entropy
+            hidden,
+            target_ids,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
         )
     logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits.flatten(0, 1)[predict_index]
-    entropy = entropy_from_logits(logits, temperature) if with_entropy else None
+    entropy = entropy_from_logits(logits if entropy_gradient else logits.detach(), temperature) if with_entropy else None
     return logprobs_from_logits(logits, target_ids, temperature), entropy

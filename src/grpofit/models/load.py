@@ -5,6 +5,7 @@ Owns what has to be true of a model before it can be trained. Must not know abou
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from grpofit.models.gguf import unpacked_folder
 from grpofit.models.head import Head, find_head
 from grpofit.models.source import ModelSource, find_source
 
+# What rollouts and training pass besides the tokens.
+_NEEDED_INPUTS = ("position_ids", "past_key_values", "logits_to_keep")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -81,7 +84,8 @@ def load_policy(config: ModelConfig, base_dir: Path, device: torch.device) -> Po
     """Load model and tokenizer.
 
     Raises:
-        ModelError: unknown model, not a decoder-only language model, no EOS id, no such attention back end.
+        ModelError: unknown model, not a decoder-only language model or not one with explicit positions, no EOS id,
+            no such attention back end.
     """
     source = find_source(config.name, base_dir)
     tokenizer = load_tokenizer(config, base_dir)
@@ -89,6 +93,7 @@ def load_policy(config: ModelConfig, base_dir: Path, device: torch.device) -> Po
     model = _from_pretrained(
         AutoModelForCausalLM, source, config, dtype=resolve_dtype(config.dtype), attn_implementation=attention
     )
+    _check_inputs(model, config.name)
     notes = [source.said, *_switch_dropout_off(model)]
     model.to(device)
     head = find_head(model)
@@ -125,7 +130,7 @@ def _from_pretrained(loader: Any, source: ModelSource, config: ModelConfig, **kw
         return loader.from_pretrained(
             name, revision=config.revision, trust_remote_code=config.trust_remote_code, **kwargs
         )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # whatever the readers of damaged files raise: tokenizers a bare Exception, struct.error
         text = str(error).strip().splitlines()
         raise ModelError(
             f"model '{config.name}' cannot be loaded ({loader.__name__})",
@@ -140,6 +145,8 @@ def _loading_cure(source: ModelSource, message: str) -> str:
         return "accept the model's terms on its hub page, run `hf auth login`, or set model.name to an open model"
     if "flash_attn" in message or "FlashAttention" in message:
         return "pip install flash-attn, or --set model.attention=sdpa"
+    if "does not support an attention implementation" in message:
+        return "--set model.attention=eager"
     if "Unrecognized configuration class" in message:
         return "set model.name to a decoder-only language model (one that AutoModelForCausalLM loads)"
     if "trust_remote_code" in message:
@@ -150,6 +157,18 @@ def _loading_cure(source: ModelSource, message: str) -> str:
         "check the spelling of model.name and the network (HF_HUB_OFFLINE set?), set model.name to a local folder, "
         "or use the packaged model: --set model.name=smollm2-135m"
     )
+
+
+def _check_inputs(model: PreTrainedModel, name: str) -> None:
+    accepted = inspect.signature(model.forward).parameters
+    missing = [needed for needed in _NEEDED_INPUTS if needed not in accepted]
+    if missing:
+        raise ModelError(
+            f"model '{name}' has an architecture that cannot be used: {model.config.model_type}",
+            values=f"{type(model).__name__}.forward takes no {', no '.join(missing)}",
+            why="prompts of different lengths share a batch and a KV cache, each row with its own positions",
+            fix="set model.name to a model with explicit positions, such as a Llama, Qwen, Gemma, Mistral or Phi",
+        )
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[int, ...]:
@@ -175,16 +194,16 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n
 
 def _switch_dropout_off(model: PreTrainedModel) -> list[str]:
     """Dropout would make the trained logprobs differ from the sampled ones; says so when there was any."""
-    found = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    found: set[float] = set()
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            found.add(module.p)
             module.p = 0.0
-        # Attention dropout is a number read in forward, not a module.
-        for attribute in ("attention_dropout", "attn_dropout"):
-            rate = getattr(module, attribute, None)
-            if isinstance(rate, float) and rate > 0:
+        # Many architectures keep rates as plain numbers that forward reads: dropout, attention_dropout, layerdrop.
+        for name, rate in list(vars(module).items()):
+            if "drop" in name and isinstance(rate, float) and rate > 0:
                 found.add(rate)
-                setattr(module, attribute, 0.0)
+                setattr(module, name, 0.0)
     if not found:
         return []
     return [f"dropout {', '.join(map(str, sorted(found)))} switched off: sampling and training must agree"]

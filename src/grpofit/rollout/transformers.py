@@ -51,7 +51,7 @@ class TransformersEngine:
         # Checkpointing, which acts in training mode, would switch the KV cache off.
         model.eval()
         try:
-            size = self._chunk_rows or len(prompts)
+            size = self._chunk_rows or max(len(prompts), 1)
             done: list[Completion] = []
             for start in range(0, len(prompts), size):
                 chunk = slice(start, start + size)

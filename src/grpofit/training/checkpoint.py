@@ -72,12 +72,18 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], reco
     return final
 
 
-def prune_checkpoints(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last`, and what crashed writes left behind."""
+def prune_checkpoints(folder: Path, keep_last: int, *, newest: int) -> None:
+    """Delete all but the newest `keep_last`, and what crashed writes left behind.
+
+    `newest` is the step just saved. One of a later step is the broken one that a resumed run passed over; it must not
+    count among those kept.
+    """
     for partial in folder.glob(".*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-    for old in _list(folder)[keep_last:]:
-        shutil.rmtree(old, ignore_errors=True)
+    kept = [path for path in _list(folder) if _step(path) <= newest][:keep_last]
+    for path in _list(folder):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load_newest(folder: Path, on_broken: Callable[[str], None]) -> Checkpoint | None:
@@ -90,7 +96,7 @@ def load_newest(folder: Path, on_broken: Callable[[str], None]) -> Checkpoint | 
     for path in found:
         try:
             return _load(path)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             on_broken(f"checkpoint {path.name} is broken ({error}); trying the one before it")
     if found:
         raise CheckpointError(
@@ -122,7 +128,12 @@ def _name(folder: Path, step: int) -> Path:
 
 def _list(folder: Path) -> list[Path]:
     """Newest first."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    found = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal())
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _digest(data: bytes) -> str:
@@ -131,7 +142,7 @@ def _digest(data: bytes) -> str:
 
 def _checksum(tensor: Tensor) -> str:
     raw = tensor.reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(raw)).hexdigest()
+    return hashlib.sha256(raw.data).hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -74,10 +74,9 @@ def _held_out(axes: Axes, metrics: Sequence[Mapping[str, Any]]) -> None:
     lows, highs = _series(metrics, "eval/accuracy_low")[1], _series(metrics, "eval/accuracy_high")[1]
     bars = None
     if len(lows) == len(highs) == len(values):
-        bars = [
-            [v - low for v, low in zip(values, lows, strict=True)],
-            [h - v for v, h in zip(values, highs, strict=True)],
-        ]
+        # Not below 0: at accuracy 0 or 1 the bound may lie past the value by a rounding error.
+        below = [max(0.0, value - low) for value, low in zip(values, lows, strict=True)]
+        bars = [below, [max(0.0, high - value) for value, high in zip(values, highs, strict=True)]]
         label += f", 95% interval (n = {_series(metrics, 'eval/n')[1][-1]})"
     axes.errorbar(steps, values, yerr=bars, fmt="o-", color=_ORANGE, capsize=3, linewidth=1.2, label=label)
     for step, value in {steps[0]: values[0], steps[-1]: values[-1]}.items():

@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Protocol, Self, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -94,7 +94,7 @@ class _Logged:
 
     def __init__(self, log: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._log = log.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        self._log = log.open("ab", buffering=0)  # unbuffered: a signal handler may write in the middle of a write
         self._state: State | None = None
 
     def _show(self, line: str) -> None:
@@ -162,7 +162,7 @@ class _Logged:
         self._show(line)
 
     def _write_log(self, line: str) -> None:
-        self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+        self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n".encode("utf-8", "backslashreplace"))
 
     def __enter__(self) -> Self:
         return self
@@ -186,8 +186,12 @@ class PlainDisplay(_Logged):
         if self._stream is None:
             return
         encoding = self._stream.encoding or "utf-8"
+        with suppress(RuntimeError):  # a signal handler, in the middle of a write: the log has the line
+            self._print(line.encode(encoding, "backslashreplace").decode(encoding))
+
+    def _print(self, line: str) -> None:
         try:
-            print(line.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+            print(line, file=self._stream, flush=True)
         except (OSError, ValueError):  # the reader of the pipe is gone, or the stream was closed
             self._stream = None
 
@@ -196,6 +200,34 @@ class PlainDisplay(_Logged):
         state, now = self._running, self._clock()
         if state.phase is not None and now - self._spoke >= _LIFE_S:
             self._show(f"step {state.step + 1}/{state.header.total_steps} {phase_line(state.phase, now)}")
+
+
+class _LibraryBars:
+    """Stands in for standard error while the screen is live: progress bars of libraries (tqdm's, of downloads and
+    conversions) go to `show`, one text at a time, since drawn by themselves they would tear the screen. Else `stream`.
+    """
+
+    def __init__(self, stream: TextIO, show: Callable[[str], None]) -> None:
+        self._stream, self._show, self._in_bar = stream, show, False
+
+    def write(self, text: str) -> int:
+        if "\r" in text:
+            self._in_bar = True
+            self._show(printable(text.rpartition("\r")[2].strip()))
+        elif self._in_bar and not text.replace("\x1b[A", "").strip("\n"):  # the cursor's moves around a bar
+            self._in_bar = "\n" not in text
+            self._show("")
+        else:
+            self._in_bar = False
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._in_bar:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class LiveDisplay(_Logged):
@@ -212,6 +244,11 @@ class LiveDisplay(_Logged):
         # A drawing thread: torch releases the GIL in long operations, so the screen lives through them.
         self._live = Live(console=self._console, get_renderable=self._draw, refresh_per_second=_REDRAWS_PER_SECOND)
         self._live.start(refresh=True)
+        self._stderr = sys.stderr
+        sys.stderr = cast(TextIO, _LibraryBars(sys.stderr, self._show_bar))
+
+    def _show_bar(self, text: str) -> None:
+        self._running.library_bar = text
 
     def _draw(self) -> Group:
         return Group(*rows(self._running, self._console.width, over=self._over))
@@ -226,28 +263,23 @@ class LiveDisplay(_Logged):
     def close_screen(self) -> None:
         self._over = True
         if self._live is not None:
+            sys.stderr = self._stderr
             with suppress(OSError):
                 self._live.stop()
             self._live = None
 
 
 def report(summary: Mapping[str, Any], header: RunHeader, examples: Sequence[Mapping[str, str]] = ()) -> list[str]:
-    """What was learned, as lines. A missing key leaves its part out."""
-    lines = ["", f"trained   {summary.get('steps', header.total_steps)} of {header.total_steps} steps"]
-    if "wall_s" in summary:
-        lines[-1] += f" in {duration(summary['wall_s'])}"
-    if "step_s_median" in summary:
-        lines[-1] += f", median {summary['step_s_median']:.1f} s a step"
-    if summary.get("accuracy_start") is not None and summary.get("accuracy_end") is not None:
-        details = []
-        if "accuracy_end_low" in summary:
-            details.append(f"95%: {summary['accuracy_end_low']:.2f} to {summary['accuracy_end_high']:.2f}")
-        if "eval_n" in summary:
-            details.append(f"n = {summary['eval_n']}")
-        change = f"{summary['accuracy_start']:.2f} → {summary['accuracy_end']:.2f}"
-        lines.append(f"learned   held-out accuracy {change}" + (f" ({', '.join(details)})" if details else ""))
-    if "peak_rss_bytes" in summary:
-        lines.append(f"memory    peak of the process {gib(summary['peak_rss_bytes'])}")
+    """What was learned, as lines. A missing key, or None, leaves its part out."""
+    known = {key: value for key, value in summary.items() if value is not None}
+    lines = ["", f"trained   {known.get('steps', header.total_steps)} of {header.total_steps} steps"]
+    if "wall_s" in known:
+        lines[-1] += f" in {duration(known['wall_s'])}"
+    if "step_s_median" in known:
+        lines[-1] += f", median {known['step_s_median']:.1f} s a step"
+    lines += [f"learned   {line}" for line in [_learned(known)] if line]
+    if "peak_rss_bytes" in known:
+        lines.append(f"memory    peak of the process {gib(known['peak_rss_bytes'])}")
     for example in examples:
         prompt, answer, before, after = (
             printable(example[key].strip()) for key in ("prompt", "answer", "before", "after")
@@ -255,3 +287,18 @@ def report(summary: Mapping[str, Any], header: RunHeader, examples: Sequence[Map
         lines += [f"example   {prompt}   (answer {answer})", f'  before  "{before}"', f'  after   "{after}"']
     lines.append(f"files     {header.run_dir}")
     return lines
+
+
+def _learned(known: Mapping[str, Any]) -> str:
+    details = []
+    if "accuracy_start" in known and "accuracy_end" in known:
+        text = f"held-out accuracy {known['accuracy_start']:.2f} → {known['accuracy_end']:.2f}"
+        if "accuracy_end_low" in known:
+            details.append(f"95%: {known['accuracy_end_low']:.2f} to {known['accuracy_end_high']:.2f}")
+    elif "eval_reward_start" in known and "eval_reward_end" in known:
+        text = f"held-out reward {known['eval_reward_start']:.2f} → {known['eval_reward_end']:.2f}"
+    else:
+        return ""
+    if "eval_n" in known:
+        details.append(f"n = {known['eval_n']}")
+    return f"{text} ({', '.join(details)})" if details else text

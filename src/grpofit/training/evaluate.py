@@ -27,7 +27,7 @@ class Evaluation:
         accuracy: share of greedy completions that a reward calls correct; None where no reward knows correct.
         interval: 95% Wilson interval of `accuracy`.
         reward: mean reward of the greedy completions.
-        pass_at_k: share of prompts with a correct one among k samples; None if not asked for.
+        pass_at_k: share of prompts with a correct one among k samples; None if not asked for, or not known as above.
         rollouts: the greedy completions, scored.
     """
 
@@ -79,6 +79,10 @@ def is_correct(rollout: Rollout) -> bool:
     return bool(judged) and all(reason is Reason.CORRECT for reason in judged)
 
 
+def _judged(rollouts: Sequence[Rollout]) -> bool:
+    return any(score.reason in _JUDGED for rollout in rollouts for score in rollout.scores.values())
+
+
 def evaluate_policy(
     engine: Engine,
     rewards: RewardRunner,
@@ -91,13 +95,13 @@ def evaluate_policy(
 ) -> Evaluation:
     """Greedy completions of `prompts`, and k samples of each at `sampling` if k > 0."""
     rows = _score(engine, rewards, prompts, replace(sampling, temperature=0.0), seed, 1, progress)
-    judged = any(s.reason in _JUDGED for r in rows for s in r.scores.values())
+    judged = _judged(rows)
     correct = sum(map(is_correct, rows))
     pass_at_k = None
     if k > 0:
         samples = _score(engine, rewards, prompts, sampling, seed, k, progress)
         solved = {r.group for r in samples if is_correct(r)}
-        pass_at_k = len(solved) / len(prompts)
+        pass_at_k = len(solved) / len(prompts) if _judged(samples) else None
     valued = [r.reward for r in rows if r.reward is not None]
     return Evaluation(
         n=len(rows),

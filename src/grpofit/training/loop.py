@@ -6,16 +6,20 @@ Owns what happens when. Must not know how a step computes (`step.py`) nor how an
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from grpofit.config import Resolved
-from grpofit.errors import CheckpointError, NonFiniteError, StoppedError
+from grpofit.errors import CheckpointError, NonFiniteError, RunError, StoppedError
 from grpofit.memory.monitor import memory_record, peak_rss_bytes
 from grpofit.models.save import save_policy
 from grpofit.training import rundir
@@ -32,6 +36,7 @@ from grpofit.training.setup import build_evaluator, build_parts, choose_device, 
 from grpofit.training.step import UpdateResult, collect, update
 from grpofit.training.trackers import Trackers
 from grpofit.types import Rollout
+from grpofit.units import gib
 
 _EXAMPLES = 3
 
@@ -63,6 +68,13 @@ class Trainer:
 
         checkpoint = load_newest(run_dir / rundir.CHECKPOINTS, lambda text: self._event(text, warning=True))
         self._finished = checkpoint.step if checkpoint else 0
+        if self._finished > self._config.run.steps:
+            raise RunError(
+                f"'{run_dir}' has finished more steps than run.steps",
+                values=f"finished: {self._finished}, run.steps: {self._config.run.steps}",
+                why="a run cannot be shortened afterwards",
+                fix=f"--set run.steps={self._finished} or more; grpofit eval {run_dir} for what it has learned",
+            )
         rundir.forget_after(run_dir, self._finished if checkpoint else -1)
         device = choose_device(self._config.run.device)
         self._start_display(resolved, device, threads)
@@ -94,26 +106,44 @@ class Trainer:
         """
         try:
             with self._stop:
-                if self._finished == 0:
-                    self._first = self._evaluate()
-                while self._finished < self._config.run.steps:
-                    self._step()
-                self._save_checkpoint()
-                return self._finish()
+                return self._train()
         except Interrupted:
             self._save_checkpoint()
             self._event(f"stopped after step {self._finished}; go on with: {self._resume_line()}")
             raise KeyboardInterrupt from None
         except StoppedError as error:
-            # What the optimizer holds is the state after the last finished step: the failed step never reached it.
-            if not isinstance(error, CheckpointError):
-                self._save_checkpoint()
             self._event(f"stopped after step {self._finished}: {error.what}", warning=True)
             error.fix = f"{error.fix}\nthen go on with: {self._resume_line()}" if error.fix else self._resume_line()
             raise
         finally:
             self._rewards.close()
             self._trackers.close()
+
+    def _train(self) -> dict[str, Any]:
+        try:
+            self._evaluate_if_due()
+            self._first = self._last if self._finished == 0 else None
+            while self._finished < self._config.run.steps:
+                self._step()
+                self._evaluate_if_due()
+                if _due(self._finished, self._config.run.checkpoint_every):
+                    self._save_checkpoint()
+            self._save_checkpoint()
+            return self._finish()
+        except CheckpointError:
+            raise
+        except StoppedError:
+            # What the optimizer holds is the state after the last finished step: the failed step never reached it.
+            self._save_checkpoint()
+            raise
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(self._run_dir).free
+            raise StoppedError(
+                f"the run directory '{self._run_dir}' cannot be written",
+                values=f"{error}\nfree on that disk {gib(free)}",
+                why="records and weights would be lost; what was saved up to the last checkpoint is untouched",
+                fix="free space, or make it writable",
+            ) from error
 
     def _step(self) -> None:
         step, parts = self._finished, self._parts
@@ -137,10 +167,6 @@ class Trainer:
         self._display.step(record)
         write_rollouts(self._run_dir / rundir.ROLLOUTS, self._finished, rollouts)
         self._check_finite(results, rollouts)
-        if _due(self._finished, self._config.run.eval_every) or self._finished == self._config.run.steps:
-            self._evaluate()
-        if _due(self._finished, self._config.run.checkpoint_every):
-            self._save_checkpoint()
 
     def _check_finite(self, results: list[UpdateResult], rollouts: list[Rollout]) -> None:
         if all(result.finite for result in results):
@@ -162,7 +188,15 @@ class Trainer:
                 fix="lower optim.lr, or --set model.dtype=float32, in a new run",
             )
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate_if_due(self) -> None:
+        """At start, every `eval_every` steps and at the end; one that was interrupted is made up for after a resume."""
+        run = self._config.run
+        if _due(self._finished, run.eval_every) or self._finished in (0, run.steps):
+            past = read_metrics(self._run_dir / rundir.METRICS)
+            if not any("eval/n" in record and record["step"] == self._finished for record in past):
+                self._evaluate()
+
+    def _evaluate(self) -> None:
         evaluator, run = self._evaluator, self._config.run
         with self._clock.phase("evaluating") as progress:
             result = evaluate_policy(
@@ -182,17 +216,15 @@ class Trainer:
         if run.keep_best and result.score > best:
             save_policy(self._parts.policy, self._run_dir / rundir.BEST)
             self._event(f"best so far, kept in {rundir.BEST}/: step {self._finished}")
-        return result
 
     def _record(self, record: dict[str, Any]) -> None:
         append_jsonl(self._run_dir / rundir.METRICS, record)
         self._trackers.log(record["step"], record)
 
     def _event(self, text: str, *, warning: bool = False) -> None:
-        append_jsonl(
-            self._run_dir / rundir.EVENTS,
-            {"time": time.time(), "step": self._finished, "warning": warning, "text": text},
-        )
+        event = {"time": time.time(), "step": self._finished, "warning": warning, "text": text}
+        with suppress(OSError):  # a full disk must not hide what is said here
+            append_jsonl(self._run_dir / rundir.EVENTS, event)
         self._display.event(text, warning=warning)
 
     def _save_checkpoint(self) -> None:
@@ -205,7 +237,7 @@ class Trainer:
         folder = self._run_dir / rundir.CHECKPOINTS
         save_checkpoint(folder, self._finished, tensors, record)
         self._saved_at = self._finished
-        prune_checkpoints(folder, self._config.run.keep_last)
+        prune_checkpoints(folder, self._config.run.keep_last, newest=self._finished)
         n_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._display.checkpoint(self._finished, time.perf_counter() - started, n_bytes)
 
@@ -233,7 +265,7 @@ class Trainer:
         self._display.event("stopping: finishing what cannot be abandoned, then saving (Ctrl-C again: stop without)")
 
     def _resume_line(self) -> str:
-        return f"grpofit train --resume {self._run_dir}"
+        return f"grpofit train --resume {shlex.quote(str(self._run_dir))}"
 
     def _elapsed_s(self) -> float:
         return self._elapsed_before_s + time.perf_counter() - self._began
@@ -244,8 +276,8 @@ class Trainer:
         metrics = read_metrics(self._run_dir / rundir.METRICS)
         summary = {**summarize(metrics), "wall_s": self._elapsed_s(), "peak_rss_bytes": peak_rss_bytes(),
                    "seed": self._config.run.seed}  # fmt: skip
-        plot_learning(metrics, self._run_dir / rundir.CURVE)
         (self._run_dir / rundir.SUMMARY).write_text(json.dumps(summary, indent=1))
+        plot_learning(metrics, self._run_dir / rundir.CURVE)
         self._display.finish(summary, examples=self._examples())
         return summary
 

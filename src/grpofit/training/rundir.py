@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ def create_run_dir(run_dir: Path, resolved: Resolved, threads: int) -> None:
             f"run directory '{run_dir}' exists",
             values="it holds a run" if resumable else "it holds something else",
             why="starting in it would overwrite or mix records",
-            fix=f"grpofit train --resume {run_dir}   or choose another --out" if resumable else "choose another --out",
+            fix=f"{_resume_line(run_dir)}   or choose another --out" if resumable else "choose another --out",
         )
     beside = run_dir.with_name(f".{run_dir.name}.{os.getpid()}.partial")
     try:
@@ -107,10 +108,11 @@ def open_run_dir(run_dir: Path, overrides: Any) -> tuple[Path, Resolved, dict[st
         RunError: no run there, or an override changes what is trained.
     """
     path = run_dir.resolve()
-    if not (path / CONFIG).is_file():
+    missing = [name for name in (CONFIG, ENVIRONMENT) if not (path / name).is_file()]
+    if missing:
         raise RunError(
             f"'{run_dir}' is not a run directory",
-            values=f"no {CONFIG} in {path}" if path.is_dir() else "no such folder",
+            values=f"no {missing[0]} in {path}" if path.is_dir() else "no such folder",
             why="a resumed run continues with its own configuration",
             fix="give the directory that `grpofit train` printed, e.g. grpofit train --resume runs/latest",
         )
@@ -121,6 +123,17 @@ def open_run_dir(run_dir: Path, overrides: Any) -> tuple[Path, Resolved, dict[st
     return path, Resolved(new.config, new.origins, new.base_dir, recorded.get("name", new.name)), recorded
 
 
+def keep_config(run_dir: Path, resolved: Resolved) -> None:
+    """Let the run's own configuration be the one with the changes, for the next time it is resumed."""
+    beside = run_dir / f".{CONFIG}.partial"
+    beside.write_text(resolved.to_yaml(comment_origins=True), encoding="utf-8")
+    os.replace(beside, run_dir / CONFIG)
+
+
+def _resume_line(run_dir: Path) -> str:
+    return f"grpofit train --resume {shlex.quote(str(run_dir))}"
+
+
 def _refuse_other_maths(run_dir: Path, old: Config, new: Config) -> None:
     conflicts = resume_conflicts(old, new)
     if conflicts:
@@ -128,7 +141,7 @@ def _refuse_other_maths(run_dir: Path, old: Config, new: Config) -> None:
             f"resuming '{run_dir}' with other values would not continue the same run",
             values="\n".join(f"{key}: {was} -> {now}" for key, was, now in conflicts),
             why="half of the run would be trained one way and half another, under one name",
-            fix=f"grpofit train --resume {run_dir}   without these, or start a new run with --out",
+            fix=f"{_resume_line(run_dir)}   without these, or start a new run with --out",
         )
 
 

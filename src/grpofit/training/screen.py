@@ -86,6 +86,7 @@ class State:
     arrivals: list[float] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
     phase: Phase | None = None
+    library_bar: str = ""
     saved: Checkpoint | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -197,7 +198,8 @@ def evaluation_line(record: Record) -> str:
     parts = [f"held-out {'' if correct is not None else 'reward '}{held_out_text(record)}"]
     if correct is not None and (n := record.get("eval/n")) is not None:
         parts.append(f"({round(correct * n)} of {n})")
-    parts.append(f"after step {record['step']}" if record.get("step") else "before training")
+    if (step := record.get("step")) is not None:
+        parts.append(f"after step {step}" if step else "before training")
     return " ".join(parts)
 
 
@@ -262,8 +264,9 @@ def gap(width: int) -> str:
 
 def _title(state: State, width: int) -> Text:
     header = state.header
+    short = str(header.run_dir) if header.name in header.run_dir.name else header.name
     items = [
-        Item("", [f"{header.name} → {header.run_dir}", header.name]),
+        Item("", [f"{header.name} → {header.run_dir}", short]),
         Item("step", [f"{state.step}/{header.total_steps}"]),
     ]
     if state.step_seconds:
@@ -272,7 +275,7 @@ def _title(state: State, width: int) -> Text:
         items.append(Item("", [f"{_rough(left)} left"]))
     items.append(Item("", [bar(state.step, header.total_steps, cells) for cells in (20, 14, 8)]))
     line = Text(" ") + fit(items, width - 1)
-    line.stylize("bold", 0, 1 + len(header.name))
+    line.stylize("bold")
     return line
 
 
@@ -369,7 +372,9 @@ def _now(state: State, width: int) -> Text:
     if phase is None:  # shown all the same, so that the screen does not jump
         return Text(f"{spin} step {state.step + 1}")
     items = [Item("", [f"{spin} {phase_line(phase, now)}"])]
-    if phase.done is not None and phase.total is not None and phase.total > 1:
+    if state.library_bar:
+        items.append(Item("", [state.library_bar, state.library_bar[: width // 2]]))
+    elif phase.done is not None and phase.total is not None and phase.total > 1:
         items.append(Item("", [bar(phase.done, phase.total, 20), bar(phase.done, phase.total, 8)]))
     return fit(items, width)
 

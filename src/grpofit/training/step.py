@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpofit.algo.advantages import advantages, has_signal
+from grpofit.algo.advantages import advantages
 from grpofit.algo.losses import LossOutput, LossSpec, count_denominator, policy_loss
 from grpofit.data.batching import MicroBatch, make_micro_batches
 from grpofit.data.prompts import prompts_for_step
@@ -48,8 +48,8 @@ class StepSettings:
 
     @property
     def needs_every_group(self) -> bool:
-        """Whether groups without reward spread still have a gradient (KL or entropy)."""
-        return self.loss.beta > 0 or self.loss.entropy_bonus > 0
+        """Whether groups without signal act on the gradient: by KL, entropy, or bnpo's mean over a micro batch."""
+        return self.loss.beta > 0 or self.loss.entropy_bonus > 0 or self.loss.loss == "bnpo"
 
 
 @dataclass(slots=True)
@@ -127,7 +127,8 @@ def set_advantages(rollouts: Sequence[Rollout], settings: StepSettings, weights:
 
 def groups_with_signal(rollouts: Sequence[Rollout], group_size: int) -> list[bool]:
     """Per group [P]: whether any advantage in it differs from 0."""
-    return has_signal(torch.tensor([r.advantage for r in rollouts]), group_size).tolist()  # type: ignore[no-any-return]
+    values = torch.tensor([r.advantage for r in rollouts])
+    return values.view(-1, group_size).ne(0).any(1).tolist()  # type: ignore[no-any-return]
 
 
 def update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[UpdateResult]:
@@ -207,6 +208,7 @@ def _logprobs(model: Policy, batch: MicroBatch, settings: StepSettings) -> tuple
         temperature=settings.sampling.temperature,
         chunk_tokens=settings.memory.logprob_chunk_tokens,
         with_entropy=True,
+        entropy_gradient=settings.loss.entropy_bonus > 0,
     )
     assert entropy is not None
     return batch.to_rows(logprobs), batch.to_rows(entropy)
