@@ -40,7 +40,9 @@ class Sample:
     completion_ids: Sequence[int]
 
 
-def sample_group(policy: Policy, prompt: str, group_size: int, max_completion_tokens: int, temperature: float) -> list[Sample]:
+def sample_group(
+    policy: Policy, prompt: str, group_size: int, max_completion_tokens: int, temperature: float
+) -> list[Sample]:
     """Step 1 for one prompt."""
     ids = policy.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
     output = policy.model.generate(
@@ -65,7 +67,12 @@ def up_to_eos(ids: Sequence[int], eos_token_ids: Sequence[int]) -> list[int]:
 
 
 def step_loss(
-    policy: Policy, samples: Sequence[Sample], rewards: Sequence[float], group_size: int, spec: LossSpec, temperature: float
+    policy: Policy,
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    group_size: int,
+    spec: LossSpec,
+    temperature: float,
 ) -> Tensor:
     """Steps 3 to 5 over all samples at once; groups stand together."""
     rows, length = len(samples), max(len(s.completion_ids) for s in samples)

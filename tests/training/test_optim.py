@@ -37,6 +37,8 @@ def optimizer(weights: dict[str, nn.Parameter], *, master: bool = True, **option
 
 # learning_rate
 
+COS_30 = math.cos(math.radians(30))
+
 
 def rates(total_steps: int, **options: object) -> list[float]:
     config = OptimConfig(lr=8e-6, **options)
@@ -50,13 +52,13 @@ def rates(total_steps: int, **options: object) -> list[float]:
         ({"warmup_steps": 3}, [2, 4, 6, 8, 8, 8, 8]),
         ({"schedule": "linear", "warmup_steps": 2}, [8 / 3, 16 / 3, 8, 6, 4, 2, 0]),
         ({"schedule": "linear", "warmup_steps": 2, "min_lr_frac": 0.5}, [8 / 3, 16 / 3, 8, 7, 6, 5, 4]),
-        ({"schedule": "cosine"}, [8, 4 + 4 * math.cos(math.pi / 6), 6, 4, 2, 4 - 4 * math.cos(math.pi / 6), 0]),
-        ({"schedule": "cosine", "min_lr_frac": 0.25}, [8, 5 + 3 * math.cos(math.pi / 6), 6.5, 5, 3.5, 5 - 3 * math.cos(math.pi / 6), 2]),
+        ({"schedule": "cosine"}, [8, 4 + 4 * COS_30, 6, 4, 2, 4 - 4 * COS_30, 0]),
+        ({"schedule": "cosine", "min_lr_frac": 0.25}, [8, 5 + 3 * COS_30, 6.5, 5, 3.5, 5 - 3 * COS_30, 2]),
         # All of it is warm-up, or all but the last step.
         ({"schedule": "linear", "warmup_steps": 7}, [1, 2, 3, 4, 5, 6, 7]),
         ({"schedule": "linear", "warmup_steps": 6}, [8 / 7 * i for i in range(1, 7)] + [8]),
     ],
-)  # fmt: skip
+)
 def test_rates_by_hand(options: dict[str, object], expected: list[float]) -> None:
     assert rates(7, **options) == pytest.approx(expected, abs=1e-9)
 

@@ -47,13 +47,14 @@ def _cache_root() -> Path:
 
 
 def _convert(gguf_path: Path, folder: Path) -> None:
-    where = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _restore_bos(tokenizer, gguf_path)
     tokenizer.save_pretrained(folder)
     # Newer versions keep GGUF weights packed unless told otherwise; packed weights cannot be trained.
-    unpack = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
-    _plain(AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, **unpack)).save_pretrained(folder)
+    if hasattr(transformers, "GgufConfig"):
+        where["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    _plain(AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)).save_pretrained(folder)
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:

@@ -24,7 +24,7 @@ _PROBE_ROUNDINGS = 2
 class Head:
     """Weight [V, H] and the scalars applied to its output: `softcap * tanh(scale * (h @ W.T + b) / softcap)`."""
 
-    module: nn.Module
+    module: nn.Linear
     scale: float = 1.0
     softcap: float | None = None
 
@@ -43,7 +43,7 @@ class Head:
             hidden,
             self.module.weight,
             token_ids,
-            bias=getattr(self.module, "bias", None),
+            bias=self.module.bias,
             scale=self.scale,
             softcap=self.softcap,
             temperature=temperature,
@@ -75,7 +75,7 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
 
 @torch.no_grad()
 def _reproduces_logits(model: PreTrainedModel, head: Head) -> bool:
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = model.get_input_embeddings().get_parameter("weight").shape[0]
     ids = (torch.arange(_PROBE_TOKENS, device=model.device) * 7919 % vocab_size)[None]
     positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
     was_training = model.training
@@ -133,5 +133,6 @@ def token_logprobs(
             entropy_gradient=entropy_gradient,
         )
     logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits.flatten(0, 1)[predict_index]
-    entropy = entropy_from_logits(logits if entropy_gradient else logits.detach(), temperature) if with_entropy else None
+    watched = logits if entropy_gradient else logits.detach()
+    entropy = entropy_from_logits(watched, temperature) if with_entropy else None
     return logprobs_from_logits(logits, target_ids, temperature), entropy

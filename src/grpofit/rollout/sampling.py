@@ -20,10 +20,8 @@ _BLOCK = 128
 
 def keyed_uniforms(keys: Sequence[RolloutKey], count: int) -> Tensor:
     """Uniforms in [0, 1), [B, count] float64; row i depends on `keys[i]` alone."""
-    rows = [
-        np.random.Generator(np.random.Philox(np.random.SeedSequence([k.seed, k.step, k.row_id, k.sample]))).random(count)
-        for k in keys
-    ]
+    seeds = [np.random.SeedSequence([k.seed, k.step, k.row_id, k.sample]) for k in keys]
+    rows = [np.random.Generator(np.random.Philox(seed)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
 
 

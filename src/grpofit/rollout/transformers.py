@@ -139,7 +139,9 @@ class TransformersEngine:
         return any(stop in text for stop in sampling.stop)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text = self._policy.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._policy.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return str(text)
 
     def _complete(self, row: _Row, sampling: Sampling) -> Completion:

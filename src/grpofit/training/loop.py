@@ -79,9 +79,7 @@ class Trainer:
         device = choose_device(self._config.run.device)
         self._start_display(resolved, device, threads)
         display.phase("loading model")
-        self._evaluator, prompts = build_evaluator(
-            resolved, device, functions=functions, log=run_dir / rundir.LOG
-        )
+        self._evaluator, prompts = build_evaluator(resolved, device, functions=functions, log=run_dir / rundir.LOG)
         self._rewards = self._evaluator.rewards
         try:
             for note in self._evaluator.notes:

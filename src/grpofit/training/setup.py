@@ -91,7 +91,7 @@ def _cuda_install_line() -> str:
 
 def set_threads(count: int | str) -> int:
     """Set torch's CPU threads and return their number; sums round differently with another number."""
-    threads = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if count != "auto":
         threads = int(count)
     torch.set_num_threads(threads)
