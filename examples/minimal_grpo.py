@@ -95,7 +95,7 @@ def step_loss(
 
 
 def completion_logprobs(logits: Tensor, sample: Sample, length: int, temperature: float) -> Tensor:
-    """Logprobs [T] of a sample's completion tokens from its logits [S, V]; a token is predicted one position earlier."""
+    """Logprobs [T] of the completion tokens from a row's logits [S, V]; a token is predicted one position earlier."""
     first = len(sample.prompt_ids) - 1
     count = len(sample.completion_ids)
     logprobs = logprobs_from_logits(logits[first : first + count], torch.tensor(sample.completion_ids), temperature)

@@ -79,6 +79,28 @@ def train(
         StoppedError: the run stopped itself; its checkpoint is kept.
         KeyboardInterrupt: stopped on request; its checkpoint is kept.
     """
+    _refuse_contradictions(source, out, resume)
+    from grpofit.training import rundir
+    from grpofit.training.display import open_display
+    from grpofit.training.loop import Trainer
+
+    run_dir, resolved, threads, notes = _reopened(resume, overrides) if resume else _created(source, overrides, out)
+    with rundir.locked(run_dir), open_display(run_dir / rundir.LOG, plain=plain) as display:
+        try:
+            trainer = Trainer(resolved, run_dir, display, threads=threads, functions=rewards)
+        except (UserError, KeyboardInterrupt):
+            if not resume:
+                rundir.discard(run_dir)
+            raise
+        if resume and overrides:
+            rundir.keep_config(run_dir, resolved)
+        rundir.point_latest(run_dir)
+        for note in notes:
+            display.event(note, warning=True)
+        return RunResult(run_dir, trainer.run())
+
+
+def _refuse_contradictions(source: Source | None, out: str | Path | None, resume: str | Path | None) -> None:
     if (source is None) == (resume is None):
         raise UserError(
             "train needs either a configuration or a run directory to resume",
@@ -93,42 +115,46 @@ def train(
             why="its records and checkpoints are there",
             fix=f"leave out --out, or start a new run: train('{resume}/config.yaml', out='{out}')",
         )
+
+
+def _created(
+    source: Source | None, overrides: Overrides, out: str | Path | None
+) -> tuple[Path, Resolved, int, list[str]]:
+    """A new run directory, its configuration and thread count; nothing to note."""
     from grpofit.training import rundir
-    from grpofit.training.display import open_display
-    from grpofit.training.loop import Trainer
     from grpofit.training.setup import set_threads
 
-    if resume is not None:
-        run_dir, resolved, recorded = rundir.open_run_dir(Path(resume), overrides)
-        asked = resolved.config.run.threads
-        threads = set_threads(recorded["threads"] if asked == "auto" else asked)
-        changed = rundir.changed_packages(recorded, threads)
-    else:
-        assert source is not None
-        resolved = load(source, overrides)
-        threads, changed = set_threads(resolved.config.run.threads), []
-        run_dir = Path(out) if out is not None else rundir.default_run_dir(resolved.name)
-        rundir.create_run_dir(run_dir, resolved, threads)
-    with rundir.locked(run_dir), open_display(run_dir / rundir.LOG, plain=plain) as display:
-        try:
-            trainer = Trainer(resolved, run_dir, display, threads=threads, functions=rewards)
-        except (UserError, KeyboardInterrupt):
-            if resume is None:
-                rundir.discard(run_dir)
-            raise
-        if resume is not None and overrides:
-            rundir.keep_config(run_dir, resolved)
-        rundir.point_latest(run_dir)
-        if changed:
-            display.event(f"not the environment the run began in, results may round differently: {', '.join(changed)}",
-                          warning=True)  # fmt: skip
-        return RunResult(run_dir, trainer.run())
+    assert source is not None
+    resolved = load(source, overrides)
+    threads = set_threads(resolved.config.run.threads)
+    run_dir = Path(out) if out is not None else rundir.default_run_dir(resolved.name)
+    rundir.create_run_dir(run_dir, resolved, threads)
+    return run_dir, resolved, threads, []
+
+
+def _reopened(resume: str | Path, overrides: Overrides) -> tuple[Path, Resolved, int, list[str]]:
+    """The run directory to go on in, its configuration, the thread count it began with, and what has changed since."""
+    from grpofit.training import rundir
+    from grpofit.training.setup import set_threads
+
+    run_dir, resolved, recorded = rundir.open_run_dir(Path(resume), overrides)
+    asked = resolved.config.run.threads
+    threads = set_threads(recorded["threads"] if asked == "auto" else asked)
+    changed = rundir.changed_packages(recorded, threads)
+    note = f"not the environment the run began in, results may round differently: {', '.join(changed)}"
+    return run_dir, resolved, threads, [note] if changed else []
 
 
 def evaluate(
-    target: str | Path, overrides: Overrides = (), *, samples: int = 0, show: int = 0,
+    target: str | Path,
+    overrides: Overrides = (),
+    *,
+    samples: int = 0,
+    show: int = 0,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
-) -> EvalResult:  # fmt: skip
+    say: Callable[[str], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> EvalResult:
     """Accuracy on held-out prompts.
 
     Args:
@@ -137,15 +163,24 @@ def evaluate(
             unless `task` is overridden.
         samples: also pass@k from k samples of each prompt; 0: off.
         show: return this many scored completions.
+        rewards: as for `train`.
+        say: called with lines worth showing: the device, the model, the task.
+        progress: called with (completions finished, all).
     """
     from grpofit.training.evaluate import evaluate_policy
-    from grpofit.training.setup import build_evaluator, choose_device, set_threads
+    from grpofit.training.setup import build_evaluator, choose_device, device_line, device_warning, set_threads
 
+    say = say or (lambda line: None)
     resolved, restore = _evaluation_target(str(target), overrides)
     config = resolved.config
-    set_threads(config.run.threads)
-    evaluator, _ = build_evaluator(resolved, choose_device(config.run.device), functions=rewards)
+    device = choose_device(config.run.device)
+    say(device_line(device, set_threads(config.run.threads)))
+    if warning := device_warning(device):
+        say(warning)
+    evaluator, _ = build_evaluator(resolved, device, functions=rewards)
     try:
+        for note in evaluator.notes:
+            say(note)
         if restore is not None:
             restore(evaluator.policy)
         evaluator.policy.model.eval()
@@ -156,6 +191,7 @@ def evaluate(
             evaluator.sampling,
             seed=config.run.seed,
             k=samples,
+            progress=progress,
         )
     finally:
         evaluator.rewards.close()

@@ -186,7 +186,10 @@ def evaluate(
     from grpofit import api
 
     changes = [*([_task_override(task)] if task else []), *(overrides or ())]
-    _print_evaluation(api.evaluate(target, overrides=changes, samples=samples, show=show))
+    result = api.evaluate(
+        target, overrides=changes, samples=samples, show=show, say=typer.echo, progress=_progress_line()
+    )
+    _print_evaluation(result)
     if show == 0:
         _next("eval", target, *(["--task", task] if task else []), "--show", "3")
     else:
@@ -248,6 +251,19 @@ def _task_override(task: str) -> str:
     """The whole section is replaced: a template written for another task's columns would not fit."""
     key = "file" if task.endswith(_DATA_FILES) else "name"
     return f"task={{{key}: {json.dumps(task)}}}"
+
+
+def _progress_line() -> Callable[[int, int], None] | None:
+    """A line on the terminal that counts completions and goes away at the end; None where there is no terminal."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        text = f"\revaluating {done}/{total}" if done < total else "\r\x1b[K"
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    return show
 
 
 def _print_evaluation(result: EvalResult) -> None:

@@ -91,7 +91,9 @@ def _build(
     input_ids = torch.full((len(rollouts), width), pad_token_id)
     completion_mask = torch.zeros(len(rollouts), longest)
     sampler_logprobs = torch.zeros(len(rollouts), longest)
-    predict_index, target_ids, place = [], [], []
+    predict_index: list[int] = []
+    target_ids: list[int] = []
+    place: list[int] = []
     for i, rollout in enumerate(rollouts):
         prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
         count = len(completion)

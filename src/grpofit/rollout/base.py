@@ -11,7 +11,7 @@ from typing import Protocol
 from grpofit.types import Completion, Prompt, RolloutKey, Sampling
 
 Progress = Callable[[int, int], None]
-"""Called with (tokens or rows done, total); may raise KeyboardInterrupt to abandon the rollout."""
+"""Called at every token with (completions finished, all); may raise KeyboardInterrupt to abandon the rollout."""
 
 
 class Engine(Protocol):

@@ -6,7 +6,7 @@ rows of its group; finished rows are dropped from the batch. Must not know about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,15 +55,22 @@ class TransformersEngine:
             done: list[Completion] = []
             for start in range(0, len(prompts), size):
                 chunk = slice(start, start + size)
-                done += self._generate_chunk(prompts[chunk], keys[chunk], sampling)
-                if progress is not None:
-                    progress(len(done), len(prompts))
+
+                def report(finished: int, before: int = start) -> None:
+                    if progress is not None:
+                        progress(before + finished, len(prompts))
+
+                done += self._generate_chunk(prompts[chunk], keys[chunk], sampling, report)
             return done
         finally:
             model.train(was_training)
 
     def _generate_chunk(
-        self, prompts: Sequence[Prompt], keys: Sequence[RolloutKey], sampling: Sampling
+        self,
+        prompts: Sequence[Prompt],
+        keys: Sequence[RolloutKey],
+        sampling: Sampling,
+        report: Callable[[int], None],
     ) -> list[Completion]:
         device = self._policy.device
         rows = [_Row() for _ in prompts]
@@ -75,6 +82,7 @@ class TransformersEngine:
             ids, logprobs = sample_tokens(logits, uniforms[index, position], sampling)
             self._record(rows, alive, ids.tolist(), logprobs.tolist(), sampling)
             keep = [i for i, row in enumerate(alive) if rows[row].finish is None]
+            report(sum(row.finish is not None for row in rows))
             if not keep:
                 break
             if len(keep) <= len(alive) * (1 - _COMPACT_AT_FRAC):

@@ -275,7 +275,10 @@ class Trainer:
         summary = {**summarize(metrics), "wall_s": self._elapsed_s(), "peak_rss_bytes": peak_rss_bytes(),
                    "seed": self._config.run.seed}  # fmt: skip
         (self._run_dir / rundir.SUMMARY).write_text(json.dumps(summary, indent=1))
-        plot_learning(metrics, self._run_dir / rundir.CURVE)
+        try:
+            plot_learning(metrics, self._run_dir / rundir.CURVE)
+        except Exception as error:  # a picture must not cost the run its end
+            self._event(f"{rundir.CURVE} could not be drawn: {error}", warning=True)
         self._display.finish(summary, examples=self._examples())
         return summary
 

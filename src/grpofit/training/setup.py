@@ -64,7 +64,7 @@ def device_line(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"device: {properties.name}, {properties.total_memory / 1024**3:.1f} GiB · torch {torch.__version__}"
-    return f"device: CPU, {threads} threads · torch {torch.__version__}"
+    return f"device: CPU, {threads} thread{'s' if threads > 1 else ''} · torch {torch.__version__}"
 
 
 def device_warning(device: torch.device) -> str | None:

@@ -128,7 +128,7 @@ def set_advantages(rollouts: Sequence[Rollout], settings: StepSettings, weights:
 def groups_with_signal(rollouts: Sequence[Rollout], group_size: int) -> list[bool]:
     """Per group [P]: whether any advantage in it differs from 0."""
     values = torch.tensor([r.advantage for r in rollouts])
-    return values.view(-1, group_size).ne(0).any(1).tolist()  # type: ignore[no-any-return]
+    return values.view(-1, group_size).ne(0).any(1).tolist()
 
 
 def update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[UpdateResult]:
@@ -244,4 +244,4 @@ class Totals:
 
 def read_back(values: Tensor) -> list[float]:
     """The values of a tensor as plain numbers. A dry run replaces this one function."""
-    return values.flatten().tolist()  # type: ignore[no-any-return]
+    return values.flatten().tolist()
