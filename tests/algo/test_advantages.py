@@ -62,10 +62,10 @@ def test_normalize_each_by_hand() -> None:
 
 def test_normalize_each_keeps_what_a_sum_cancels() -> None:
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    assert not has_signal(rewards, 3).any()
+    assert not has_signal(advantages(rewards, 3), 3).any()
     assert advantages(rewards, 3).tolist() == [0, 0, 0]
     weights = torch.tensor([1.0, 0.5])
-    assert has_signal(rewards, 3, weights=weights, combine="normalize_each").tolist() == [True]
+    assert has_signal(advantages(rewards, 3, weights=weights, combine="normalize_each"), 3).tolist() == [True]
     assert advantages(rewards, 3, weights=weights, combine="normalize_each")[0] > 0
 
 
@@ -88,14 +88,14 @@ def test_a_group_with_one_reward_gets_zero(kind: str) -> None:
     actual = advantages(rewards, 3, kind=kind)
     assert actual[:3].tolist() == [0, 0, 0]
     assert actual[3] < 0 < actual[5]
-    assert has_signal(rewards, 3).tolist() == [False, True]
+    assert has_signal(advantages(rewards, 3), 3).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_reward_at_all_gives_zeros(kind: str) -> None:
     rewards = torch.full((4, 2), NAN)
     assert advantages(rewards, 2, kind=kind).tolist() == [0] * 4
-    assert has_signal(rewards, 2).tolist() == [False, False]
+    assert has_signal(advantages(rewards, 2), 2).tolist() == [False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +112,7 @@ def test_the_residue_of_a_weighted_sum_is_no_signal() -> None:
     # The same total in real numbers, not in float32.
     rewards = torch.tensor([[1.1, -1.0], [0.1, 0.0], [0.6, -0.5]])
     assert combine_rewards(rewards).unique().numel() > 1
-    assert has_signal(rewards, 3).tolist() == [False]
+    assert has_signal(advantages(rewards, 3), 3).tolist() == [False]
     for kind in KINDS:
         assert advantages(rewards, 3, kind=kind).tolist() == [0, 0, 0]
 
@@ -120,14 +120,14 @@ def test_the_residue_of_a_weighted_sum_is_no_signal() -> None:
 def test_the_residue_of_one_reward_function_is_not_normalised_into_a_score() -> None:
     rewards = torch.tensor([[0.1, 5.0], [0.1, 5.0], [0.1, 5.0]])
     rewards[1, 0] = torch.nextafter(rewards[1, 0], torch.tensor(1.0))
-    assert not has_signal(rewards, 3, combine="normalize_each").any()
+    assert not has_signal(advantages(rewards, 3, combine="normalize_each"), 3).any()
     assert advantages(rewards, 3, combine="normalize_each").tolist() == [0, 0, 0]
 
 
 def test_one_differing_completion_is_signal_for_every_kind() -> None:
     # nemo#3469: a leave-one-out std would be 0 for exactly this completion
     rewards = torch.tensor([0.0, 0, 0, 1])
-    assert has_signal(rewards, 4).tolist() == [True]
+    assert has_signal(advantages(rewards, 4), 4).tolist() == [True]
     for kind in KINDS:
         actual = advantages(rewards, 4, kind=kind)
         assert actual[3] > 0.7 and actual[0] < 0
@@ -135,7 +135,7 @@ def test_one_differing_completion_is_signal_for_every_kind() -> None:
 
 def test_a_small_but_real_spread_is_signal() -> None:
     rewards = torch.tensor([0.5, 0.5, 0.50001])
-    assert has_signal(rewards, 3).tolist() == [True]
+    assert has_signal(advantages(rewards, 3), 3).tolist() == [True]
     assert advantages(rewards, 3)[2] > 0
 
 
@@ -156,7 +156,7 @@ def test_properties_of_every_kind(data: list[float], kind: str) -> None:
     assert actual.view(2, 3).sum(1).abs().max() < 1e-4 * (1 + actual.abs().max())
     assert (actual[rewards.isnan().all(1)] == 0).all()
     combine = options.get("combine", "sum")
-    assert ((actual.view(2, 3) != 0).any(1) == has_signal(rewards, 3, combine=combine)).all()
+    assert ((actual.view(2, 3) != 0).any(1) == has_signal(advantages(rewards, 3, combine=combine), 3)).all()
     # groups may come in any order
     swapped = advantages(torch.cat([rewards[3:], rewards[:3]]), 3, **options)
     torch.testing.assert_close(swapped, torch.cat([actual[3:], actual[:3]]), rtol=1e-4, atol=1e-5)
@@ -177,4 +177,4 @@ def test_runs_on_meta() -> None:
     rewards = torch.empty(6, 2, device="meta")
     for options in [{"kind": kind} for kind in KINDS] + [{"combine": "normalize_each"}]:
         assert advantages(rewards, 3, **options).shape == (6,)
-    assert has_signal(rewards, 3).shape == (2,)
+    assert has_signal(advantages(rewards, 3), 3).shape == (2,)

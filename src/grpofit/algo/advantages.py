@@ -35,28 +35,6 @@ def combine_rewards(rewards: Tensor, weights: Tensor | None = None) -> Tensor:
     return total.masked_fill(missing.all(1), torch.nan)
 
 
-def has_signal(
-    rewards: Tensor,
-    group_size: int,
-    *,
-    weights: Tensor | None = None,
-    combine: str = "sum",
-    eps: float = 1e-4,
-) -> Tensor:
-    """Which groups have completions that differ in reward: those whose advantages are not all 0.
-
-    Args:
-        rewards: [B] or [B, K] as for `advantages`, groups contiguous, NaN where there is no reward.
-        group_size: G, completions of one prompt.
-        weights, combine, eps: as for `advantages`.
-
-    Returns:
-        [P] bool, True where the spread of the combined reward exceeds `SPREAD_TOLERANCE`. Rows without a reward do
-        not count; a group with fewer than two rewards has no signal.
-    """
-    return _differs(_scores(rewards, group_size, weights, combine, eps), dim=1).squeeze(1)
-
-
 def advantages(
     rewards: Tensor,
     group_size: int,
@@ -97,6 +75,11 @@ def advantages(
     scaled = _over_batch(scores, eps) if combine == "normalize_each" else _KINDS[kind](scores, eps)
     informative = _differs(scores, dim=1) & ~scores.isnan()
     return torch.where(informative, scaled, 0.0).reshape(-1)
+
+
+def has_signal(advantages: Tensor, group_size: int) -> Tensor:
+    """Which groups move the policy: those with an advantage other than 0. advantages [B] -> [P] bool."""
+    return advantages.view(-1, group_size).ne(0).any(1)
 
 
 def _scores(rewards: Tensor, group_size: int, weights: Tensor | None, combine: str, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpofit.algo.advantages import advantages
+from grpofit.algo.advantages import advantages, has_signal
 from grpofit.algo.losses import LossOutput, LossSpec, count_denominator, policy_loss
 from grpofit.data.batching import MicroBatch, make_micro_batches
 from grpofit.data.prompts import prompts_for_step
@@ -127,8 +127,7 @@ def set_advantages(rollouts: Sequence[Rollout], settings: StepSettings, weights:
 
 def groups_with_signal(rollouts: Sequence[Rollout], group_size: int) -> list[bool]:
     """Per group [P]: whether any advantage in it differs from 0."""
-    values = torch.tensor([r.advantage for r in rollouts])
-    return values.view(-1, group_size).ne(0).any(1).tolist()
+    return has_signal(torch.tensor([r.advantage for r in rollouts]), group_size).tolist()
 
 
 def update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[UpdateResult]:
