@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import REWARD_FILE, final_digest, steps_of, tiny_config, write_yaml
+from runs import REWARD_FILE, final_digest, steps_of, tiny_config, train, write_yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpofit.cli import main
@@ -138,7 +138,7 @@ def test_no_prompt_short_enough(cli, document, tmp_path):
 @pytest.mark.parametrize(
     "content, named, fix",
     [
-        (None, '"data.jsonl" is not a file', "task.file"),
+        (None, 'data.jsonl" is not a file', "task.file"),
         (b"", "has no rows", "two rows"),
         (b"\n\n", "has no rows", "two rows"),
         (b'{"prompt": "a"}\n{"prompt": \n', "line 2", "line 2"),
@@ -230,7 +230,7 @@ def undisturbed(model, tmp_path_factory):
 @pytest.mark.parametrize(
     "failure, named",
     [
-        ("raise ValueError('too short')", "ValueError: too short (rewards.py:"),
+        ("raise ValueError('too short')", 'rewards.py", line 11, in small_letters'),
         ("return [1.0]", "returned 1 values for 12 completions"),
         ("return [float('nan')] * len(completions)", "returned nan"),
         ("return ['good'] * len(completions)", "returned 'good' (a str)"),
@@ -259,18 +259,20 @@ def test_a_reward_that_fails_at_once(cli, document, tmp_path):
     (tmp_path / "rewards.py").write_text("def small_letters(completions, **kwargs): return 1 / 0\n")
     code, _, err = cli("train tiny.yaml --out out/run --plain")
     assert code == 4
-    assert_four_parts(err, "ZeroDivisionError: division by zero (rewards.py:1)", fix="--resume out/run")
+    assert_four_parts(err, "rewards.py\", line 1", "ZeroDivisionError: division by zero", fix="--resume out/run")
 
 
 # Run directories
 
 
-@pytest.fixture
-def finished(cli, document, tmp_path):
-    write_yaml(tmp_path, {**document, "run": {**document["run"], "steps": 1, "eval_every": 0}})
-    code, _, err = cli("train tiny.yaml --out out/run --plain")
-    assert code == 0, err
-    return cli
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with `tiny.yaml` and its finished run `out/run`."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = tiny_config(folder)
+    path = write_yaml(folder, {**config, "run": {**config["run"], "steps": 1, "eval_every": 0}})
+    train(path, out=folder / "out" / "run", rewards={})
+    return folder
 
 
 def contents(folder: str) -> dict[str, bytes]:
@@ -284,15 +286,16 @@ def contents(folder: str) -> dict[str, bytes]:
         ("train tiny.yaml --out model", "it holds something else", "--out"),
         ("train --resume out/run --set optim.lr=0.5", "optim.lr: 0.01 -> 0.5", "grpofit train --resume out/run"),
         ("train --resume out/run --set rollout.group_size=8", "rollout.group_size: 4 -> 8", "start a new run"),
-        ("train --resume out/run --set optim.rl=0.5", "optim.rl", "optim.lr"),
+        ("train --resume out/run --set optim.lrs=0.5", "optim.lrs", "optim.lr="),
         ("train --resume out/none", "no such folder", "grpofit train --resume runs/latest"),
         ("train --resume out", "no config.yaml in", "grpofit train --resume runs/latest"),
         ("train --resume out/run --out out/other", "out/other", "leave out --out"),
     ],
 )
-def test_directories(finished, line, named, fix):
+def test_directories(cli, finished, monkeypatch, line, named, fix):
+    monkeypatch.chdir(finished)
     before = contents("out")
-    code, _, err = finished(f"{line} --plain")
+    code, _, err = cli(f"{line} --plain")
     assert code == 2, err
     assert_four_parts(err, named, fix=fix)
     assert contents("out") == before
