@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,7 @@ def evaluate(
         for note in evaluator.notes:
             say(note)
         if restore is not None:
-            restore(evaluator.policy)
+            restore(evaluator.policy, say)
         evaluator.policy.model.eval()
         result = evaluate_policy(
             evaluator.engine,
@@ -198,21 +199,34 @@ def evaluate(
     return EvalResult(result.record(), result.rollouts[:show])
 
 
-def _evaluation_target(target: str, overrides: Overrides) -> tuple[Resolved, Callable[[Any], None] | None]:
+_Restore = Callable[[Any, Callable[[str], None]], None]
+"""Called with a policy, to give it the weights of a checkpoint, and with where to say what is wrong with one."""
+
+
+def _evaluation_target(target: str, overrides: Overrides) -> tuple[Resolved, _Restore | None]:
     from grpofit.training import rundir
 
     path = Path(target)
     if (path / rundir.CONFIG).is_file():
-        if (path / rundir.FINAL).is_dir():
+        if _is_over(path):
             changes = {"model.name": str((path / rundir.FINAL).resolve()), **_as_mapping(overrides)}
             return config_layer.load(path / rundir.CONFIG, changes), None
-        return config_layer.load(path / rundir.CONFIG, overrides), lambda policy: _load_checkpoint(path, policy)
+        return config_layer.load(path / rundir.CONFIG, overrides), partial(_load_checkpoint, path)
     if path.suffix in (".yaml", ".yml") or target in {recipe.name for recipe in recipes()}:
         return load(target, overrides), None
     changes = {"model.name": target, **_as_mapping(overrides)}
     if isinstance(changes.get("task"), Mapping) and "rewards" not in changes:
         changes["rewards"] = [{"name": _usual_reward(changes["task"])}]
     return load("smollm2-arithmetic", changes), None
+
+
+def _is_over(run_dir: Path) -> bool:
+    """Whether `final/` holds the run's last step: a run that was given more steps may be past it."""
+    from grpofit.training import rundir
+
+    steps = config_layer.load(run_dir / rundir.CONFIG).config.run.steps
+    exported = (run_dir / rundir.FINAL).is_dir() and (run_dir / rundir.SUMMARY).is_file()
+    return exported and bool(read_summary(run_dir)["steps"] == steps)
 
 
 def _as_mapping(overrides: Overrides) -> dict[str, Any]:
@@ -231,12 +245,12 @@ def _usual_reward(task: Mapping[str, Any]) -> str:
     return "last_number" if name == "arithmetic" else "math_answer"
 
 
-def _load_checkpoint(run_dir: Path, policy: Any) -> None:
+def _load_checkpoint(run_dir: Path, policy: Any, say: Callable[[str], None]) -> None:
     """Put the weights of the newest checkpoint into `policy`."""
     from grpofit.training import rundir
     from grpofit.training.checkpoint import load_newest
 
-    checkpoint = load_newest(run_dir / rundir.CHECKPOINTS, lambda text: None)
+    checkpoint = load_newest(run_dir / rundir.CHECKPOINTS, say)
     if checkpoint is None:
         raise RunError(
             f"run '{run_dir}' has no weights yet",

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from runs import (
     end,
     evaluations_of,
     final_digest,
+    records_of,
     resume,
     small_letters,
     start,
@@ -173,6 +175,39 @@ def test_more_steps_go_on_and_are_kept(config, tmp_path, monkeypatch):
             resume(tmp_path / "run", {"run.steps": 6})
     assert resume(tmp_path / "run").summary["steps"] == 6
     assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_evaluation_of_a_run_that_is_not_over_takes_its_newest_checkpoint(config, tmp_path, monkeypatch, dtype):
+    """Also where `final/` is there, from before the run was given more steps."""
+    run_dir = tmp_path / "run"
+    train(config, {"run.steps": 2, "run.eval_every": 3, "model.dtype": dtype}, out=run_dir)
+    with monkeypatch.context() as patch:
+        interrupt_in(patch, step, "set_advantages", 2)
+        with pytest.raises(KeyboardInterrupt):
+            resume(run_dir, {"run.steps": 6})
+    here, said = {HERE: small_letters}, []
+    result = api.evaluate(run_dir, rewards=here, show=6)
+    recorded = records_of(run_dir)[-1]
+    assert recorded["step"] == 3 and {"step": 3, **result.metrics} == recorded
+    stale = api.evaluate(run_dir, {"model.name": str(run_dir / "final")}, rewards=here, show=6)
+    # What the overridden model says is not asked: a run that is not over is always read from its checkpoint.
+    assert [r.completion.text for r in stale.samples] == [r.completion.text for r in result.samples]
+
+    tensors = run_dir / "checkpoints" / "step-000003" / "state.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    older = api.evaluate(run_dir, rewards=here, say=said.append)
+    assert any("checkpoint step-000003 is broken" in line for line in said)
+    assert {"step": 2, **older.metrics} == [record for record in records_of(run_dir) if record["step"] == 2][-1]
+
+
+def test_evaluation_of_a_run_without_weights(config, tmp_path):
+    train(config, {"run.steps": 1, "run.eval_every": 0}, out=tmp_path / "run")
+    for name in ("final", "checkpoints"):
+        shutil.rmtree(tmp_path / "run" / name)
+    with pytest.raises(RunError, match="no weights yet") as raised:
+        api.evaluate(tmp_path / "run", rewards={HERE: small_letters})
+    assert raised.value.fix == f"grpofit train --resume {tmp_path / 'run'}"
 
 
 def test_what_is_not_maths_may_change(config, undisturbed, tmp_path):
