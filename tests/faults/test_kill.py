@@ -40,7 +40,7 @@ def step_s(run_dir: Path) -> float:
 def moment(kind: str, run_dir: Path, rng: random.Random, steps: int) -> tuple[Callable[[], bool], Callable[[], float]]:
     """What to wait for, and how many seconds after it to kill."""
     if kind == "loading":
-        return (run_dir / "config.yaml").exists, lambda: rng.uniform(0, 1.0)
+        return (run_dir / "config.yaml").exists, lambda: rng.uniform(0, 0.3)
     if kind == "step":  # somewhere in the step after this one: rollout, reward, backward, update, records
         wanted = rng.randint(2, steps - 3)
         return lambda: len(lines_of(run_dir / "metrics.jsonl")) >= wanted, lambda: rng.uniform(0, step_s(run_dir))

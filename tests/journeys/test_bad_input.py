@@ -259,7 +259,7 @@ def test_a_reward_that_fails_at_once(cli, document, tmp_path):
     (tmp_path / "rewards.py").write_text("def small_letters(completions, **kwargs): return 1 / 0\n")
     code, _, err = cli("train tiny.yaml --out out/run --plain")
     assert code == 4
-    assert_four_parts(err, "rewards.py\", line 1", "ZeroDivisionError: division by zero", fix="--resume out/run")
+    assert_four_parts(err, 'rewards.py", line 1', "ZeroDivisionError: division by zero", fix="--resume out/run")
 
 
 # Run directories

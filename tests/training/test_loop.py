@@ -61,7 +61,7 @@ def test_files_of_a_run(plain_run):
     assert names_in(plain_run.run_dir / "checkpoints") == ["step-000002", "step-000004"]
     assert (plain_run.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
     log = (plain_run.run_dir / "train.log").read_text()
-    for text in ("device: CPU, 1 threads", "step 4/4", "checkpoint after step 4", "trained   4 of 4 steps"):
+    for text in ("device: CPU, 1 thread", "step 4/4", "checkpoint after step 4", "trained   4 of 4 steps"):
         assert text in log
 
 
@@ -256,6 +256,13 @@ def test_steps_whose_gradient_is_not_finite_are_skipped_and_end_the_run(config, 
     kept = weights_of(tmp_path / "run", checkpoint="step-000002")
     assert all(torch.equal(kept[name], start[name]) for name in kept)
     assert "the update was skipped" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_a_policy_whose_weights_overflowed_ends_the_run(config, tmp_path):
+    with pytest.raises(NonFiniteError, match="logprobs are not finite") as raised:
+        train(config, {"optim.lr": 1e38, "run.eval_every": 0}, out=tmp_path / "run")
+    assert raised.value.values == "12 of 12 completions, sampled after step 1"
+    assert [record["step"] for record in training_records(tmp_path / "run")] == [1]
 
 
 def test_one_step_that_is_not_finite_does_not_end_the_run(config, tmp_path):

@@ -6,6 +6,7 @@ Owns what happens when. Must not know how a step computes (`step.py`) nor how an
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import time
@@ -149,6 +150,7 @@ class Trainer:
         rollouts, report = collect(parts, step, self._config.run.steps)
         for warning in report.warnings:
             self._event(warning, warning=True)
+        _check_sampled(rollouts, self._finished)
         lr = learning_rate(self._config.optim, step, self._config.run.steps)
         results = update(parts, rollouts, lr)
         self._finished += 1
@@ -314,6 +316,18 @@ def summarize(metrics: list[dict[str, Any]]) -> dict[str, Any]:
         summary[f"accuracy_{place}_high"] = record.get("eval/accuracy_high")
         summary[f"eval_reward_{place}"] = record.get("eval/reward")
     return summary
+
+
+def _check_sampled(rollouts: list[Rollout], finished: int) -> None:
+    """A policy whose logits are NaN would write one token for ever: no group has a signal, so no loss would show it."""
+    broken = [r for r in rollouts if not math.isfinite(sum(r.completion.sampler_logprobs))]
+    if broken:
+        raise NonFiniteError(
+            "the policy's own logprobs are not finite",
+            values=f"{len(broken)} of {len(rollouts)} completions, sampled after step {finished}",
+            why="its weights or activations have overflowed, so it neither writes nor learns anything any more",
+            fix="lower optim.lr, or --set model.dtype=float32, in a new run",
+        )
 
 
 def _score(record: Mapping[str, Any]) -> float:
