@@ -98,6 +98,14 @@ def test_recipes_copies_one_and_never_overwrites(cli):
     assert Path("my run.yaml").read_text("utf-8") == "changed: true\n"
 
 
+def test_dry_run_of_a_resume_trains_nothing(cli):
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(config.load(RECIPE).to_yaml(), "utf-8")
+    code, out, err = cli("train --resume run --dry-run --set run.steps=7")
+    assert (code, err) == (0, "next: grpofit train --resume run --set run.steps=7\n")
+    assert "steps: 7" in out and [path.name for path in Path("run").iterdir()] == ["config.yaml"]
+
+
 def test_dry_run_prints_a_configuration_that_loads_to_the_same(cli):
     code, out, err = cli(f"train {RECIPE} --dry-run --set run.steps=3 --set 'optim.lr=1e-5'")
     assert code == 0

@@ -147,11 +147,13 @@ def train(
             why="a resumed run has its configuration in its directory",
             fix=f"grpofit train --resume {resume}" if resume else "grpofit train smollm2-arithmetic",
         )
-    if dry_run and source is not None:
+    if dry_run:
         from grpofit import config
 
-        typer.echo(config.load(source, overrides or ()).to_yaml(comment_origins=True), nl=False)
-        _next("train", source, *(word for text in overrides or () for word in ("--set", text)), to_stderr=True)
+        shown = str(resume / "config.yaml") if resume is not None else str(source)
+        typer.echo(config.load(shown, overrides or ()).to_yaml(comment_origins=True), nl=False)
+        target = ["--resume", str(resume)] if resume is not None else [str(source)]
+        _next("train", *target, *(word for text in overrides or () for word in ("--set", text)), to_stderr=True)
         return
     from grpofit import api
 

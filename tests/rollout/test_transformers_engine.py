@@ -185,20 +185,31 @@ def test_checkpointing_does_not_change_rollouts() -> None:
     assert policy.model.is_gradient_checkpointing
 
 
+def test_progress_at_every_token() -> None:
+    policy = tiny_policy()
+    seen: list[tuple[int, int]] = []
+    completions = TransformersEngine(policy, 5).generate(ROWS, KEYS, SAMPLING, lambda *state: seen.append(state))
+    lengths = [len(c.token_ids) for c in completions]
+    expected = []
+    for start in (0, 5, 10):
+        chunk = lengths[start : start + 5]
+        expected += [(start + sum(n <= token for n in chunk), 12) for token in range(1, max(chunk) + 1)]
+    assert seen == expected
+
+
 def test_progress_may_abandon_the_rollout() -> None:
     policy = tiny_policy()
     policy.model.train()
-    seen = []
+    expected = generate(policy)
 
     def progress(done: int, total: int) -> None:
-        seen.append((done, total))
-        if done >= 10:
+        if done > 6:  # in the middle of the second chunk
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         TransformersEngine(policy, 5).generate(ROWS, KEYS, SAMPLING, progress)
-    assert seen == [(5, 12), (10, 12)]
     assert policy.model.training
+    assert_same(generate(policy), expected)
 
 
 def test_no_rows() -> None:

@@ -192,11 +192,25 @@ def _tokenise(texts: list[str], tokenizer: Any, chat: bool) -> list[tuple[int, .
     result: list[tuple[int, ...]] = []
     for start in range(0, len(texts), _BATCH):
         batch = texts[start : start + _BATCH]
+        for offset, text in enumerate(batch):
+            _refuse_half_characters(text, start + offset)
         encoded = tokenizer(batch, add_special_tokens=not chat, truncation=False, padding=False, verbose=False)
         result += [tuple(ids) for ids in encoded["input_ids"]]
     # A template, or a text written by hand, may hold the BOS token that the tokenizer adds as well.
     bos = getattr(tokenizer, "bos_token_id", None)
     return [ids[1:] if bos is not None and ids[:2] == (bos, bos) else ids for ids in result]
+
+
+def _refuse_half_characters(text: str, index: int) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the prompt of row {index + 1} holds half a character",
+            values=f"{error.object[error.start : error.end]!r} at character {error.start} of {text!a:.80}",
+            why="a lone surrogate is no text, so it has no tokens",
+            fix="correct the row: such characters come from text that was cut, or escaped as JSON, in the wrong place",
+        ) from None
 
 
 def prompts_for_step(prompts: Sequence[Prompt], count: int, seed: int, step: int) -> list[Prompt]:

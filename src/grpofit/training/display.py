@@ -162,7 +162,8 @@ class _Logged:
         self._show(line)
 
     def _write_log(self, line: str) -> None:
-        self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n".encode("utf-8", "backslashreplace"))
+        with suppress(OSError):  # a full disk is reported by what has to be kept, not by the log
+            self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n".encode("utf-8", "backslashreplace"))
 
     def __enter__(self) -> Self:
         return self

@@ -33,7 +33,14 @@ from grpofit.training.metrics import rollout_record, update_record
 from grpofit.training.optim import learning_rate
 from grpofit.training.records import append_jsonl, read_metrics, write_rollouts
 from grpofit.training.screen import RunHeader
-from grpofit.training.setup import build_evaluator, build_parts, choose_device, device_line, device_warning
+from grpofit.training.setup import (
+    ask_for_determinism,
+    build_evaluator,
+    build_parts,
+    choose_device,
+    device_line,
+    device_warning,
+)
 from grpofit.training.step import UpdateResult, collect, update
 from grpofit.training.trackers import Trackers
 from grpofit.types import Rollout
@@ -78,6 +85,8 @@ class Trainer:
             )
         rundir.forget_after(run_dir, self._finished if checkpoint else -1)
         device = choose_device(self._config.run.device)
+        if self._config.run.deterministic:
+            ask_for_determinism(device)
         self._start_display(resolved, device, threads)
         display.phase("loading model")
         self._evaluator, prompts = build_evaluator(resolved, device, functions=functions, log=run_dir / rundir.LOG)

@@ -59,6 +59,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def ask_for_determinism(device: torch.device) -> None:
+    """Deterministic kernels on CUDA, which are slower; an operation that has none raises. The CPU always is."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+
+
 def device_line(device: torch.device, threads: int) -> str:
     """The first line of every verb that uses torch: device and torch build."""
     if device.type == "cuda":
