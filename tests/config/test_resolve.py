@@ -39,9 +39,9 @@ def test_recipe_is_loaded_by_name():
     assert resolved.name == "smollm2-arithmetic"
     assert (config.model.name, config.task.terms, config.rewards[0].name) == ("smollm2-135m", (1, 20), "last_number")
     assert (config.rollout.prompts_per_step, config.rollout.group_size) == (8, 8)
-    assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (64, 24)
-    assert (config.algo.loss, config.optim.lr, config.memory) == ("grpo", 2e-5, MemoryConfig())
-    assert config.task.prompt == "What is {{ question }}? Answer with only the number."
+    assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (64, 16)
+    assert (config.algo.loss, config.optim.lr, config.memory) == ("grpo", 3e-5, MemoryConfig())
+    assert config.task.prompt == "{{ question }} ="
 
 
 def test_every_recipe_is_listed_loads_and_is_text():
