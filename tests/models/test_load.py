@@ -242,3 +242,17 @@ def test_a_generation_config_that_transformers_will_not_save_is_saved(tmp_path: 
     save_policy(policy, tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert (saved["temperature"], saved["do_sample"]) == (0.5, True)
+
+
+def test_softcapped_attention_is_not_left_out(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    model = build_model("gemma2", vocab_size=len(tokenizer), attn_logit_softcapping=5.0, eos_token_id=256)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(name=str(tmp_path), dtype="float32"), tmp_path, torch.device("cpu"))
+    ids = torch.arange(9)[None]
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(policy.model(ids).logits, model(ids).logits)
+    assert any("softcapping" in note for note in policy.notes)
+    with pytest.raises(ModelError, match="cannot use sdpa"):
+        load_policy(ModelConfig(name=str(tmp_path), attention="sdpa"), tmp_path, torch.device("cpu"))

@@ -94,7 +94,7 @@ def load_policy(config: ModelConfig, base_dir: Path, device: torch.device) -> Po
         AutoModelForCausalLM, source, config, dtype=resolve_dtype(config.dtype), attn_implementation=attention
     )
     _check_inputs(model, config.name)
-    notes = [source.said, *_switch_dropout_off(model)]
+    notes = [source.said, *_switch_dropout_off(model), *_keep_softcapping(model, config)]
     model.to(device)
     head = find_head(model)
     if head is None:
@@ -107,6 +107,22 @@ def load_policy(config: ModelConfig, base_dir: Path, device: torch.device) -> Po
         max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         notes=notes,
     )
+
+
+def _keep_softcapping(model: PreTrainedModel, config: ModelConfig) -> list[str]:
+    """Gemma 2 caps its attention scores; sdpa has no such argument and would leave it out without a word."""
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if not softcap or config.attention not in ("auto", "sdpa"):
+        return []
+    if config.attention == "sdpa":
+        raise ModelError(
+            f"model '{config.name}' cannot use sdpa attention",
+            values=f"attn_logit_softcapping: {softcap}",
+            why="sdpa has no softcapping of attention scores, so another model would be trained than was published",
+            fix="--set model.attention=eager, or flash_attention_2 where it is installed",
+        )
+    model.set_attn_implementation("eager")
+    return ["attention: eager, since sdpa would leave out this model's softcapping of attention scores"]
 
 
 def load_reference(config: ModelConfig, base_dir: Path, device: torch.device) -> Policy:
