@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import HERE, small_letters, tiny_config, train
+from run_factory import HERE, small_letters, tiny_config, train
 
 from grpofit import api
 from grpofit.config import ModelConfig

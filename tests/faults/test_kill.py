@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from runs import assert_same_run, end, resume, start, tiny_config, train, wait_for, write_yaml
+from run_factory import assert_same_run, end, resume, start, tiny_config, train, wait_for, write_yaml
 
 from grpofit import api
 

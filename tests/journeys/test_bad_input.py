@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import REWARD_FILE, final_digest, steps_of, tiny_config, train, write_yaml
+from run_factory import REWARD_FILE, final_digest, steps_of, tiny_config, train, write_yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpofit.cli import main

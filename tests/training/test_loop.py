@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from runs import (
+from run_factory import (
     HERE,
     evaluations_of,
     final_digest,

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs import (
+from run_factory import (
     HERE,
     assert_same_run,
     end,

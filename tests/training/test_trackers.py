@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -95,10 +96,14 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tmp_path):
     resumed.close()
 
     run_id = (tmp_path / "wandb_id").read_text()
-    assert wandb_history(tmp_path) == [
+    expected = [
         (run_id, [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}]),
         (run_id, [{"step": 2, "reward": 0.7}]),
     ]
+    until = time.monotonic() + 20  # W&B's own service writes the file, after close() has returned on a busy machine
+    while wandb_history(tmp_path) != expected and time.monotonic() < until:
+        time.sleep(0.1)
+    assert wandb_history(tmp_path) == expected
     assert where == [f"wandb sync {tmp_path}/wandb/offline-run-*"]
 
 

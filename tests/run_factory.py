@@ -130,7 +130,7 @@ def start(arguments: Sequence[str], cwd: Path, output: Path) -> multiprocessing.
     process is its own, so that it can be killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "runs", "grpofit.cli", "grpofit.training.loop"])
+    context.set_forkserver_preload(["pytest", "run_factory", "grpofit.cli", "grpofit.training.loop"])
     process = context.Process(target=_main, args=(list(arguments), str(cwd), str(output)))
     process.start()
     return process
