@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,3 +32,19 @@ def smollm2() -> Policy:
     from grpofit.models.load import load_policy
 
     return load_policy(ModelConfig(name="smollm2-135m", dtype="float32"), Path(), torch.device("cpu"))
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch, tmp_path):
+    """Run a command line in the test's folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str) -> tuple[int, str, str]:
+        from grpofit.cli import main
+
+        with pytest.raises(SystemExit) as stopped:
+            main(shlex.split(line))
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return run

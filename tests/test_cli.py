@@ -14,24 +14,9 @@ import yaml
 
 import grpofit
 from grpofit import config
-from grpofit.cli import main
 from grpofit.errors import ConfigError, StoppedError
 
 RECIPE = "smollm2-arithmetic"
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch, tmp_path):
-    """Run a command line in an empty folder; returns (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(line: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main(shlex.split(line))
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return run
 
 
 def test_version(cli):

@@ -85,15 +85,17 @@ def train(
     from grpofit.training.display import open_display
     from grpofit.training.loop import Trainer
 
-    run_dir, resolved, threads, notes = _reopened(resume, overrides) if resume else _created(source, overrides, out)
+    run_dir, resolved, threads, notes = (
+        _created(source, overrides, out) if resume is None else _reopened(resume, overrides)
+    )
     with rundir.locked(run_dir), open_display(run_dir / rundir.LOG, plain=plain) as display:
         try:
             trainer = Trainer(resolved, run_dir, display, threads=threads, functions=rewards)
         except (UserError, KeyboardInterrupt):
-            if not resume:
+            if resume is None:
                 rundir.discard(run_dir)
             raise
-        if resume and overrides:
+        if resume is not None and overrides:
             rundir.keep_config(run_dir, resolved)
         rundir.point_latest(run_dir)
         for note in notes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -32,20 +31,6 @@ def document(model, tmp_path):
     config = tiny_config(tmp_path)
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return {**config, "task": {"file": "data.jsonl", "eval_size": 6, "template": "none"}}
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch, tmp_path):
-    """Run a command line in the test's folder; returns (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(line: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main(shlex.split(line))
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return run
 
 
 def assert_four_parts(err: str, *named: str, fix: str) -> None:
