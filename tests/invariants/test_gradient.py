@@ -36,7 +36,7 @@ PROMPT_TOKENS = (4, 7, 1, 9)
 COMPLETION_TOKENS = [(9, 3, 12), (2, 12, 5), (12, 1, 7), (6, 4, 12)]
 MAX_COMPLETION_TOKENS = 12
 TEMPERATURE = 0.7
-PLAIN = MemorySettings(micro_batch_tokens=None, generation_chunk=None, checkpointing=False, logprob_chunk_tokens=None)
+PLAIN = MemorySettings(micro_batch_tokens=None, generation_chunk=None)
 # AdamW's first step is the gradient's sign unless eps is large: rounding near 0 would then decide the second update.
 OPTIM = OptimConfig(lr=2e-3, eps=0.1, implementation="loop")
 
@@ -99,8 +99,8 @@ MEMORY: dict[str, MemorySettings] = {
     "row by row": dataclasses.replace(PLAIN, micro_batch_tokens=1),
     "chunks of 1": dataclasses.replace(PLAIN, logprob_chunk_tokens=1),
     "chunks of 7": dataclasses.replace(PLAIN, logprob_chunk_tokens=7),
-    "checkpointing": dataclasses.replace(PLAIN, checkpointing=True),
-    "every lever": MemorySettings(50, None, checkpointing=True, logprob_chunk_tokens=5),
+    "checkpointing": dataclasses.replace(PLAIN, checkpointing="full"),
+    "every lever": MemorySettings(50, None, checkpointing="full", logprob_chunk_tokens=5),
 }
 
 
@@ -123,7 +123,7 @@ def reference() -> Policy:
 def parts_for(settings: StepSettings, model: PreTrainedModel, *, master: bool = True) -> StepParts:
     policy = policy_of(model)
     model.train()
-    if settings.memory.checkpointing:
+    if settings.memory.checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = MasterAdamW(model.named_parameters(), OPTIM, master=master)
     return StepParts(

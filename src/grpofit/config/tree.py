@@ -208,6 +208,9 @@ class OptimConfig(Section):
     """Clip the gradient's norm; null: no clipping."""
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """Which of torch's AdamW kernels. `auto`: fused, on every device."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How an update of weights without a float32 master (`model.master_dtype: none`) is rounded. `stochastic`: up or
+    down by chance, right on average, so that small updates are not lost."""
 
 
 class MemoryConfig(Section):
@@ -217,10 +220,16 @@ class MemoryConfig(Section):
     """Padded tokens in one forward and backward; a longer single row still goes alone. `none`: all at once."""
     generation_chunk: Units = "auto"
     """Completions sampled at once. `none`: the whole step."""
-    checkpointing: Annotated[Literal["auto", "none", "full"], NullIsNone] = "auto"
-    """`full` keeps only each block's input and recomputes the block in backward."""
+    checkpointing: Annotated[Literal["auto", "none", "selective", "full", "offload"], NullIsNone] = "auto"
+    """What backward recomputes. `selective`: attention and MLP, from the inputs of the matrix products around them;
+    `full`: whole blocks, from their inputs; `offload`: as `full`, with those inputs in host memory."""
     logprob_chunk_tokens: Units = "auto"
     """Completion tokens whose logits exist at once, forward and backward. `none`: all."""
+    packing: Annotated[Literal["auto", "none"], NullIsNone] = "auto"
+    """`auto`: a group shares one row, so that its prompt passes through the network once; where an architecture
+    cannot, rows are plain. `none`: every completion in a row of its own."""
+    mlp_tile_tokens: Units = "auto"
+    """Tokens that pass through an MLP at once, each tile recomputed in backward. `none`: all."""
 
 
 class RunConfig(Section):

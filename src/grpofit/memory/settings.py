@@ -7,6 +7,7 @@ rounding. Must not know about tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from grpofit.config import MemoryConfig
 
@@ -22,8 +23,10 @@ class MemorySettings:
 
     micro_batch_tokens: int | None
     generation_chunk: int | None
-    checkpointing: bool
-    logprob_chunk_tokens: int | None
+    checkpointing: Literal["none", "selective", "full", "offload"] = "none"
+    logprob_chunk_tokens: int | None = None
+    packing: bool = False
+    mlp_tile_tokens: int | None = None
 
 
 def resolve_memory(config: MemoryConfig) -> MemorySettings:
@@ -31,8 +34,10 @@ def resolve_memory(config: MemoryConfig) -> MemorySettings:
     return MemorySettings(
         micro_batch_tokens=_number(config.micro_batch_tokens, _AUTO_MICRO_BATCH_TOKENS),
         generation_chunk=_number(config.generation_chunk, None),
-        checkpointing=config.checkpointing == "full",
+        checkpointing="none" if config.checkpointing == "auto" else config.checkpointing,
         logprob_chunk_tokens=_number(config.logprob_chunk_tokens, _AUTO_LOGPROB_CHUNK_TOKENS),
+        packing=config.packing == "auto",
+        mlp_tile_tokens=_number(config.mlp_tile_tokens, None),
     )
 
 

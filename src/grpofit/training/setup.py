@@ -202,7 +202,7 @@ def build_parts(resolved: Resolved, evaluator: Evaluator, prompts: list[Prompt],
     settings = step_settings(config)
     reference = load_reference(config.model, resolved.base_dir, policy.device) if config.algo.beta > 0 else None
     policy.model.train()
-    if settings.memory.checkpointing:
+    if settings.memory.checkpointing != "none":
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = MasterAdamW(
         policy.model.named_parameters(), config.optim, master=config.model.master_dtype == "float32"
