@@ -14,6 +14,7 @@ import torch
 from tiny import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from grpofit.models.attention import why_not_packed
 from grpofit.models.head import find_head
 from grpofit.models.load import Policy
 from grpofit.types import Completion, FinishReason, Prompt, Rollout
@@ -41,7 +42,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "phi": ("phi", {}),  # its head has a bias
-    "gemma2": ("gemma2", {**_MIXED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}),
+    # sdpa would leave its softcapping of attention scores out
+    "gemma2": ("gemma2", {**_MIXED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0,
+                          "attn_logit_softcapping": 3.0, "attn_implementation": "eager"}),
     "gemma3": ("gemma3_text", {**_MIXED, "query_pre_attn_scalar": 8}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 3.0}),
@@ -82,7 +85,8 @@ def family(name: str) -> PreTrainedModel:
 
 def policy_of(model: PreTrainedModel, eos_token_ids: Sequence[int] = (EOS_ID,)) -> Policy:
     """The model as a policy with the tiny tokenizer."""
-    return Policy(model, tiny_tokenizer(), find_head(model), tuple(eos_token_ids), 64, ["built in memory"])
+    packs = why_not_packed(model) is None
+    return Policy(model, tiny_tokenizer(), find_head(model), tuple(eos_token_ids), 64, ["built in memory"], packs)
 
 
 def random_prompt(row_id: int, length: int) -> Prompt:

@@ -87,6 +87,21 @@ class Completion:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class PackedGroup:
+    """A prompt and some of its completions in a packed row: [prompt, completion, completion, ...].
+
+    Attributes:
+        start: place of the prompt's first token in the row.
+        prompt_tokens: length of the prompt, at least 1.
+        completion_tokens: length of each completion as it stands in the row, at least 1.
+    """
+
+    start: int
+    prompt_tokens: int
+    completion_tokens: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Rollout:
     """One prompt with one completion, and what became of it.

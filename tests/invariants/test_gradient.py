@@ -100,7 +100,11 @@ MEMORY: dict[str, MemorySettings] = {
     "chunks of 1": dataclasses.replace(PLAIN, logprob_chunk_tokens=1),
     "chunks of 7": dataclasses.replace(PLAIN, logprob_chunk_tokens=7),
     "checkpointing": dataclasses.replace(PLAIN, checkpointing="full"),
-    "every lever": MemorySettings(50, None, checkpointing="full", logprob_chunk_tokens=5),
+    "packed": dataclasses.replace(PLAIN, packing=True),
+    "packed, split": dataclasses.replace(PLAIN, packing=True, micro_batch_tokens=40),
+    "packed, one completion at a time": dataclasses.replace(PLAIN, packing=True, micro_batch_tokens=1),
+    "every lever on plain rows": MemorySettings(50, None, checkpointing="full", logprob_chunk_tokens=5),
+    "every lever": MemorySettings(50, None, checkpointing="full", logprob_chunk_tokens=5, packing=True),
 }
 
 

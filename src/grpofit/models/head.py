@@ -7,11 +7,13 @@ reproduces the model's own logits. Must not know about rollouts, losses or batch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpofit.algo.attention import Packing
 from grpofit.algo.logprobs import chunked_logprobs, entropy_from_logits, logprobs_from_logits
 
 _PROBE_TOKENS = 7
@@ -67,9 +69,11 @@ def find_head(model: PreTrainedModel) -> Head | None:
     return head if _reproduces_logits(model, head) else None
 
 
-def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, **packing: Any) -> Tensor:
     """Last hidden states [B, S, H], after the final norm. Padding must be on the right: no mask is passed."""
-    hidden: Tensor = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    hidden: Tensor = model.base_model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, **packing
+    ).last_hidden_state
     return hidden
 
 
@@ -104,6 +108,7 @@ def token_logprobs(
     predict_index: Tensor,
     target_ids: Tensor,
     *,
+    packing: Packing | None = None,
     temperature: float,
     chunk_tokens: int | None,
     with_entropy: bool,
@@ -112,18 +117,20 @@ def token_logprobs(
     """Logprobs of the tokens that follow chosen positions.
 
     Args:
-        input_ids: [B, S] int64, padded on the right.
-        position_ids: [B, S] int64.
+        input_ids: [B, S] int64, padded on the right; or a packed row [1, S].
+        position_ids: int64 of the same shape.
         predict_index: [N] int64 into the flattened [B * S].
         target_ids: [N] int64, the token after each of those positions.
+        packing: of a packed row; the model must be told, see `models.attention.reading_packed_rows`.
         chunk_tokens: logits of so many tokens exist at once; None: all N.
         entropy_gradient: whether the entropy carries a gradient (needed for an entropy bonus only).
 
     Returns:
         logprobs [N] float32 at `temperature`, and entropy [N] float32 or None.
     """
+    packed = {} if packing is None else {"packing": packing}
     if head is not None:
-        hidden = hidden_states(model, input_ids, position_ids).flatten(0, 1)[predict_index]
+        hidden = hidden_states(model, input_ids, position_ids, **packed).flatten(0, 1).index_select(0, predict_index)
         return head.logprobs(
             hidden,
             target_ids,
@@ -132,7 +139,8 @@ def token_logprobs(
             with_entropy=with_entropy,
             entropy_gradient=entropy_gradient,
         )
-    logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits.flatten(0, 1)[predict_index]
+    logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed).logits
+    logits = logits.flatten(0, 1).index_select(0, predict_index)
     watched = logits if entropy_gradient else logits.detach()
     entropy = entropy_from_logits(watched, temperature) if with_entropy else None
     return logprobs_from_logits(logits, target_ids, temperature), entropy

@@ -24,6 +24,7 @@ from transformers import (
 
 from grpofit.config import ModelConfig
 from grpofit.errors import ModelError
+from grpofit.models.attention import why_not_packed
 from grpofit.models.gguf import unpacked_folder
 from grpofit.models.head import Head, find_head
 from grpofit.models.source import ModelSource, find_source
@@ -40,6 +41,7 @@ class Policy:
     Attributes:
         head: from hidden states to logprobs; None where the full logits of the model must be used.
         eos_token_ids: every id that ends a completion.
+        packs: whether it reads packed rows.
         max_positions: longest prompt plus completion; None where the architecture sets no limit.
         notes: what a user should be told about how it was loaded.
     """
@@ -50,6 +52,7 @@ class Policy:
     eos_token_ids: tuple[int, ...]
     max_positions: int | None
     notes: list[str]
+    packs: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +102,9 @@ def load_policy(config: ModelConfig, base_dir: Path, device: torch.device) -> Po
     head = find_head(model)
     if head is None:
         notes.append(f"{model.config.model_type}: logprobs from full logits (its head is not a plain linear layer)")
+    unpackable = why_not_packed(model)
+    if unpackable is not None:
+        notes.append(f"{model.config.model_type}: no shared-prompt packing, rows are plain: {unpackable}")
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -106,6 +112,7 @@ def load_policy(config: ModelConfig, base_dir: Path, device: torch.device) -> Po
         eos_token_ids=_eos_token_ids(model, tokenizer, config.name),
         max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         notes=notes,
+        packs=unpackable is None,
     )
 
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from grpofit.algo.advantages import advantages, has_signal
+from grpofit.algo.attention import Packing
 from grpofit.algo.losses import LossOutput, LossSpec, count_denominator, policy_loss
 from grpofit.data.batching import MicroBatch, make_micro_batches
 from grpofit.data.prompts import prompts_for_step
 from grpofit.data.verify import RewardReport, RewardRunner
 from grpofit.memory.settings import MemorySettings
+from grpofit.models.attention import reading_packed_rows
 from grpofit.models.head import token_logprobs
 from grpofit.models.load import Policy
 from grpofit.rollout.base import Engine
@@ -64,6 +68,16 @@ class StepParts:
     optimizer: MasterAdamW
     settings: StepSettings
     clock: Clock
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """What computes logprobs."""
+        return [self.policy.model] if self.reference is None else [self.policy.model, self.reference.model]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the completions of a group share a row."""
+        return self.settings.memory.packing and self.policy.packs
 
 
 @dataclass(slots=True)
@@ -136,6 +150,11 @@ def update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[Upd
     Rows of groups without signal have a gradient of exactly 0 unless beta or the entropy bonus is positive, so they
     are left out of forward and backward; the denominator counts them as configured.
     """
+    with reading_packed_rows(*parts.models) if parts.packed else nullcontext():
+        return _update(parts, rollouts, lr)
+
+
+def _update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[UpdateResult]:
     settings, clock, optimizer = parts.settings, parts.clock, parts.optimizer
     with clock.phase("logprobs"):
         signal = groups_with_signal(rollouts, settings.group_size)
@@ -143,6 +162,7 @@ def update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[Upd
         counted = list(rollouts) if settings.count_all_groups else trained
         micro_batches = make_micro_batches(
             trained,
+            packed=parts.packed,
             budget_tokens=settings.memory.micro_batch_tokens,
             pad_token_id=parts.policy.pad_token_id,
             mask_truncated=settings.mask_truncated,
@@ -204,6 +224,7 @@ def _logprobs(model: Policy, batch: MicroBatch, settings: StepSettings) -> tuple
         batch.position_ids,
         batch.predict_index,
         batch.target_ids,
+        packing=None if batch.packing is None else Packing(batch.packing, batch.input_ids.device),
         temperature=settings.sampling.temperature,
         chunk_tokens=settings.memory.logprob_chunk_tokens,
         with_entropy=True,
