@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpofit.algo import attention
-from grpofit.algo.attention import Packing, packed_attention
+from grpofit.algo.attention import packed_attention
+from grpofit.algo.packing import Packing
 from grpofit.types import PackedGroup
 
 SCALE = 0.3
@@ -129,9 +130,7 @@ def test_softcap(groups: list[tuple[int, list[int]]]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    groups=st.lists(
-        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=4
-    ),
+    groups=st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=4),
     window=st.none() | st.integers(1, 20),
     softcap=st.none() | st.just(1.5),
 )

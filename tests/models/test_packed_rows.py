@@ -8,12 +8,12 @@ from families import FAMILIES, build_model, family, plain_logprobs, random_promp
 from torch import nn
 from transformers import PreTrainedModel
 
-from grpofit.algo.attention import Packing
+from grpofit.algo.packing import Packing
 from grpofit.data.batching import make_micro_batches
 from grpofit.models import attention
 from grpofit.models.attention import reading_packed_rows, why_not_packed
 from grpofit.models.head import find_head, token_logprobs
-from grpofit.types import FinishReason, PackedGroup, Rollout
+from grpofit.types import FinishReason, PackedGroup
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7

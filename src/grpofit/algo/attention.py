@@ -12,7 +12,6 @@ products in pieces where that has no such argument (softcap, window) or is slowe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,56 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpofit.types import PackedGroup
+from grpofit.algo.packing import Bundle, Packing, Rows
 
 _FLASH_BACKWARD_FROM = 256 * 256
 """Scores a head from which the CPU's flash backward is faster than plain products: it sets up its matrix products
 anew for every row and head, which short completions do not pay back (measured: 11 against 3 ms at 4 x 127 tokens)."""
 _PIECE_SCORES = {"cpu": 1 << 21, "meta": 1 << 21, "cuda": 1 << 26}
 """Scores that plain products hold at once: on a CPU about its cache, on a card 256 MiB in float32."""
-
-
-class Packing:
-    """The groups of a packed row with the indices that attention needs, made once for all layers."""
-
-    def __init__(self, groups: Sequence[PackedGroup], device: torch.device) -> None:
-        self.groups = [_Group(group, device) for group in groups]
-
-
-class _Group:
-    """Where a group's tokens stand, and how its completions are laid out as rows of equal length."""
-
-    def __init__(self, group: PackedGroup, device: torch.device) -> None:
-        lengths = group.completion_tokens
-        end = group.start + group.prompt_tokens
-        self.prompt = slice(group.start, end)
-        self.completions = slice(end, end + sum(lengths))
-        self.rows, self.width = len(lengths), max(lengths, default=0)
-        within = [torch.arange(n) for n in lengths]
-        self.positions = (group.prompt_tokens + torch.cat(within)).to(device) if lengths else None
-        self._take = self._give = self._real = None
-        if lengths and min(lengths) < self.width:
-            starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-            count = torch.tensor(lengths)
-            column = torch.arange(self.width)
-            # Places past a completion's end repeat its last token: any finite value does, nothing sees them.
-            take = starts[:, None] + torch.minimum(column, count[:, None] - 1)
-            self._take = take.flatten().to(device)
-            self._give = torch.cat([i * self.width + part for i, part in enumerate(within)]).to(device)
-            self._real = (column < count[:, None]).view(self.rows, 1, self.width, 1).to(device)
-
-    def to_rows(self, flat: Tensor, *, zero_padding: bool = False) -> Tensor:
-        """[1, heads, N, D] of the completions' tokens -> [rows, heads, width, D]."""
-        heads, last = flat.shape[1], flat.shape[3]
-        if self._take is not None:
-            flat = flat.index_select(2, self._take)
-        rows = flat.view(heads, self.rows, self.width, last).transpose(0, 1)
-        return rows * self._real if zero_padding and self._real is not None else rows
-
-    def from_rows(self, rows: Tensor) -> Tensor:
-        """Inverse of `to_rows`."""
-        flat = rows.transpose(0, 1).reshape(1, rows.shape[1], -1, rows.shape[3])
-        return flat if self._give is None else flat.index_select(2, self._give)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +69,9 @@ class _PackedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: _Spec) -> Tensor:
         _, heads, tokens, size = q.shape
         out = q.new_empty(1, tokens, heads, size)
-        lse = q.new_empty(1, heads, tokens, dtype=_wide(q))
-        for group in packing.groups:
-            for rows, (part_out, part_lse) in _group_forward(group, q, k, v, spec):
-                out[:, rows] = part_out.transpose(1, 2)
-                lse[:, :, rows] = part_lse
+        lse = q.new_empty(1, heads, tokens, 1, dtype=_wide(q))
+        for bundle in packing.bundles:
+            _bundle_forward(bundle, q, k, v, spec, out.transpose(1, 2), lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packing, ctx.spec = packing, spec
         return out
@@ -126,126 +80,126 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        given = _Given(q, k, v, out.transpose(1, 2), lse, grad_out.transpose(1, 2))
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for group in ctx.packing.groups:
-            _group_backward(group, q, k, v, out.transpose(1, 2), lse, grad_out.transpose(1, 2), ctx.spec, grads)
+        for bundle in ctx.packing.bundles:
+            _bundle_backward(bundle, given, ctx.spec, *grads)
         return (*grads, None, None)
 
 
-def _group_forward(
-    group: _Group, q: Tensor, k: Tensor, v: Tensor, spec: _Spec
-) -> list[tuple[slice, tuple[Tensor, Tensor]]]:
-    prompt, rows = group.prompt, group.completions
-    prompt_k, prompt_v = k[:, :, prompt], v[:, :, prompt]
-    done = [(prompt, _part_forward(q[:, :, prompt], prompt_k, prompt_v, spec, causal=True))]
-    if group.positions is not None:
-        far = _part_forward(q[:, :, rows], prompt_k, prompt_v, spec, causal=False, positions=group.positions)
-        own_out, own_lse = _part_forward(*(group.to_rows(x[:, :, rows]) for x in (q, k, v)), spec, causal=True)
-        own = group.from_rows(own_out), group.from_rows(own_lse.unsqueeze(-1)).squeeze(-1)
-        done.append((rows, _join(far, own)))
-    return done
-
-
-def _join(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two sets of keys, from each set's output and normaliser."""
-    lse = torch.logaddexp(one[1], other[1])
-    shares = ((out, (part - lse).exp_().unsqueeze(-1)) for out, part in (one, other))
-    (first, share), (second, rest) = shares
-    return (first * share).add_(second * rest), lse
-
-
-def _group_backward(
-    group: _Group,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    spec: _Spec,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Writes the group's part of `grads`; `out` and `grad` are [1, heads, S, D] here."""
-    grad_q, grad_k, grad_v = grads
-    prompt, rows = group.prompt, group.completions
-    prompt_k, prompt_v = k[:, :, prompt], v[:, :, prompt]
-
-    def of(tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
-        return out[:, :, tokens], lse[:, :, tokens], grad[:, :, tokens]
-
-    grad_q[:, :, prompt], prompt_grad_k, prompt_grad_v = _part_backward(
-        q[:, :, prompt], prompt_k, prompt_v, *of(prompt), spec, causal=True
+def _bundle_forward(bundle: Bundle, q: Tensor, k: Tensor, v: Tensor, spec: _Spec, out: Tensor, lse: Tensor) -> None:
+    """Writes the bundle's tokens of `out` [1, heads, S, D] and `lse` [1, heads, S, 1]."""
+    prompts = bundle.prompts
+    for part, place in zip(_part_forward(prompts.of(q), prompts.of(k), prompts.of(v), spec), (out, lse), strict=True):
+        prompts.put(part, place)
+    if bundle.asked is None:
+        return
+    asking, own = bundle.asking, bundle.completions
+    far_out, far_lse = _part_forward(
+        asking.of(q), bundle.asked.of(k), bundle.asked.of(v), spec, _Past(bundle.asked.lengths, bundle.positions)
     )
-    if group.positions is not None:
-        far_q, far_k, far_v = _part_backward(
-            q[:, :, rows], prompt_k, prompt_v, *of(rows), spec, causal=False, positions=group.positions
-        )
-        prompt_grad_k, prompt_grad_v = prompt_grad_k + far_k, prompt_grad_v + far_v
-        own = _part_backward(
-            *(group.to_rows(x[:, :, rows]) for x in (q, k, v, out)),
-            group.to_rows(lse[:, :, rows].unsqueeze(-1)).squeeze(-1),
-            group.to_rows(grad[:, :, rows], zero_padding=True),
-            spec,
-            causal=True,
-        )
-        own_q, grad_k[:, :, rows], grad_v[:, :, rows] = (group.from_rows(x) for x in own)
-        grad_q[:, :, rows] = far_q + own_q
-    grad_k[:, :, prompt], grad_v[:, :, prompt] = prompt_grad_k, prompt_grad_v
+    own_out, own_lse = _part_forward(own.of(q), own.of(k), own.of(v), spec)
+    # Attention over the union of two sets of keys follows from each set's output and normaliser. The far part waits
+    # in place until the other, laid out in other rows, is there.
+    asking.put(far_out, out)
+    asking.put(far_lse, lse)
+    far_lse = own.of(lse)
+    both = torch.logaddexp(far_lse, own_lse)
+    joined = (own.of(out) * (far_lse - both).exp_()).add_(own_out * (own_lse - both).exp_())
+    own.put(joined, out)
+    own.put(both, lse)
 
 
-# A part: queries [B, heads, L, D] with keys [B, key heads, K, D] at positions 0 .. K-1. Causal parts have L = K and the
-# same positions; in the others every key comes before every query, whose `positions` [L] matter to a window only.
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What backward starts from, of the row or of a part; output and normaliser are the final ones, over all parts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    grad: Tensor
+
+    def of(self, queries: Rows, keys: Rows) -> _Given:
+        return _Given(
+            queries.of(self.q), keys.of(self.k), keys.of(self.v), queries.of(self.out), queries.of(self.lse),
+            # Padding must not pull at keys and values.
+            queries.of(self.grad, zero_padding=True),
+        )  # fmt: skip
 
 
-def _part_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: _Spec, *, causal: bool, positions: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output [B, heads, L, D] and normaliser [B, heads, L] in float32 at least."""
-    spec = _without_idle_window(spec, q, k, causal, positions)
-    if _flash_runs(q, spec):
+def _bundle_backward(
+    bundle: Bundle, given: _Given, spec: _Spec, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+) -> None:
+    """Writes the bundle's tokens of the three gradients."""
+    for rows in (bundle.prompts, bundle.completions if bundle.asked else None):
+        if rows is not None:
+            for part, place in zip(_part_backward(given.of(rows, rows), spec), (grad_q, grad_k, grad_v), strict=True):
+                rows.put(part, place)
+    if bundle.asked is not None:
+        past = _Past(bundle.asked.lengths, bundle.positions)
+        far_q, far_k, far_v = _part_backward(given.of(bundle.asking, bundle.asked), spec, past)
+        bundle.asking.put(far_q, grad_q, add=True)
+        bundle.asked.put(far_k, grad_k, add=True)
+        bundle.asked.put(far_v, grad_v, add=True)
+
+
+# A part: queries [B, heads, L, D] with keys [B, key heads, K, D] at positions 0 .. K-1. Without `_Past` it is causal:
+# L = K and the same positions.
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """Every key comes before every query.
+
+    Attributes:
+        key_counts: [B], keys past these are padding; None: all count.
+        positions: [B, L] of the queries; they matter to a window only.
+    """
+
+    key_counts: Tensor | None
+    positions: Tensor
+
+
+def _part_forward(q: Tensor, k: Tensor, v: Tensor, spec: _Spec, past: _Past | None = None) -> tuple[Tensor, Tensor]:
+    """Output [B, heads, L, D] and normaliser [B, heads, L, 1] in float32 at least."""
+    spec = _without_idle_window(spec, q, k, past)
+    if _flash_runs(q, spec, past):
         k, v = _repeat(k, q), _repeat(v, q)
+        causal = past is None
         if q.is_cuda:
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, causal, False, scale=spec.scale
-            )[:2]
-            return out, lse
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=spec.scale)
-        return out, lse
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            out, lse = flash(q, k, v, 0.0, causal, False, scale=spec.scale)[:2]
+        else:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, lse = flash(q, k, v, 0.0, causal, scale=spec.scale)
+        return out, lse.unsqueeze(-1)
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:3], dtype=_wide(q))
-    for piece, keys in _pieces(q, k, spec, causal, positions):
-        scores, _ = _scores(q, k, spec, causal, positions, piece, keys)
-        part_lse = scores.logsumexp(-1)
+    lse = q.new_empty(*q.shape[:3], 1, dtype=_wide(q))
+    for piece, keys in _pieces(q, k, spec, past):
+        scores, _ = _scores(q, k, spec, past, piece, keys)
+        part_lse = scores.logsumexp(-1, keepdim=True)
         # A query whose window has left the prompt behind sees nothing here: its share is exp(-inf) = 0.
-        weights = scores.sub_(part_lse.clamp_min(torch.finfo(scores.dtype).min).unsqueeze(-1)).exp_().to(q.dtype)
+        weights = scores.sub_(part_lse.clamp_min(torch.finfo(scores.dtype).min)).exp_().to(q.dtype)
         out[:, :, piece] = _unfold(weights @ v[:, :, keys], q)
-        lse[:, :, piece] = _unfold(part_lse.unsqueeze(-1), q).squeeze(-1)
+        lse[:, :, piece] = _unfold(part_lse, q)
     return out, lse
 
 
-def _part_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    spec: _Spec,
-    *,
-    causal: bool,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v through this part, given the final `out` [B, heads, L, D] and `lse` [B, heads, L]."""
-    spec = _without_idle_window(spec, q, k, causal, positions)
-    if _flash_runs(q, spec) and (q.is_cuda or q.shape[2] * k.shape[2] >= _FLASH_BACKWARD_FROM):
-        return _flash_backward(q, k, v, out, lse, grad, spec.scale, causal)
+def _part_backward(given: _Given, spec: _Spec, past: _Past | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v through this part."""
+    q, k, v = given.q, given.k, given.v
+    spec = _without_idle_window(spec, q, k, past)
+    if _flash_runs(q, spec, past) and (q.is_cuda or q.shape[2] * k.shape[2] >= _FLASH_BACKWARD_FROM):
+        return _flash_backward(given, spec.scale, past is None)
     grad_q = torch.empty_like(q)
     grad_k, grad_v = torch.zeros_like(k, dtype=_wide(k)), torch.zeros_like(v, dtype=_wide(v))
-    for piece, keys in _pieces(q, k, spec, causal, positions):
-        scores, slope = _scores(q, k, spec, causal, positions, piece, keys)
-        folded_q, folded_grad = _fold(q[:, :, piece], k), _fold(grad[:, :, piece], k)
-        delta = (folded_grad * _fold(out[:, :, piece], k)).sum(-1, keepdim=True, dtype=scores.dtype)
-        weights = scores.sub_(_fold(lse[:, :, piece].unsqueeze(-1), k)).exp_()
+    for piece, keys in _pieces(q, k, spec, past):
+        scores, slope = _scores(q, k, spec, past, piece, keys)
+        folded_q, folded_grad = _fold(q[:, :, piece], k), _fold(given.grad[:, :, piece], k)
+        delta = (folded_grad * _fold(given.out[:, :, piece], k)).sum(-1, keepdim=True, dtype=scores.dtype)
+        weights = scores.sub_(_fold(given.lse[:, :, piece], k)).exp_()
         grad_v[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ folded_grad
         grad_scores = (folded_grad @ v[:, :, keys].transpose(-1, -2)).to(scores.dtype).sub_(delta).mul_(weights)
         if slope is not None:
@@ -253,13 +207,12 @@ def _part_backward(
         narrow = grad_scores.mul_(spec.scale).to(q.dtype)
         grad_q[:, :, piece] = _unfold(narrow @ k[:, :, keys], q)
         grad_k[:, :, keys] += narrow.transpose(-1, -2) @ folded_q
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+    return grad_q, grad_k, grad_v
 
 
-def _flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide_k, wide_v = _repeat(k, q), _repeat(v, q)
+def _flash_backward(given: _Given, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, out, grad = given.q, given.k, given.out, given.grad
+    wide_k, wide_v, lse = _repeat(k, q), _repeat(given.v, q), given.lse.squeeze(-1).contiguous()
     if q.is_cuda:
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is 0
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -273,25 +226,23 @@ def _flash_backward(
     return grad_q, grad_k.view(shape).sum(2), grad_v.view(shape).sum(2)
 
 
-def _flash_runs(q: Tensor, spec: _Spec) -> bool:
-    if spec.window is not None or spec.softcap is not None:
+def _flash_runs(q: Tensor, spec: _Spec, past: _Past | None) -> bool:
+    if spec.window is not None or spec.softcap is not None or (past is not None and past.key_counts is not None):
         return False
     if q.is_cuda:
         return q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
     return q.dtype != torch.float16
 
 
-def _without_idle_window(spec: _Spec, q: Tensor, k: Tensor, causal: bool, positions: Tensor | None) -> _Spec:
+def _without_idle_window(spec: _Spec, q: Tensor, k: Tensor, past: _Past | None) -> _Spec:
     """A window that no query of the part reaches the edge of is none: decided from lengths, never from values."""
     if spec.window is None:
         return spec
-    reach = k.shape[2] if causal else k.shape[2] + q.shape[2]
+    reach = k.shape[2] if past is None else k.shape[2] + q.shape[2]
     return _Spec(spec.scale, None, spec.softcap) if reach <= spec.window else spec
 
 
-def _pieces(
-    q: Tensor, k: Tensor, spec: _Spec, causal: bool, positions: Tensor | None
-) -> list[tuple[slice, slice]]:
+def _pieces(q: Tensor, k: Tensor, spec: _Spec, past: _Past | None) -> list[tuple[slice, slice]]:
     """Pieces of queries with the range of keys each may see."""
     batch, heads, length, _ = q.shape
     keys = k.shape[2]
@@ -299,13 +250,18 @@ def _pieces(
     pieces = []
     for start in range(0, length, step):
         end = min(start + step, length)
-        first = 0 if spec.window is None else max((start if causal else keys) - spec.window + 1, 0)
-        pieces.append((slice(start, end), slice(min(first, keys - 1), end if causal else keys)))
+        if past is not None:
+            # Prompts shorter than the longest begin their windows earlier, so a batch of unequal ones has no band.
+            first = keys - spec.window + 1 if spec.window is not None and past.key_counts is None else 0
+            pieces.append((slice(start, end), slice(min(max(first, 0), keys - 1), keys)))
+        else:
+            first = 0 if spec.window is None else max(start - spec.window + 1, 0)
+            pieces.append((slice(start, end), slice(first, end)))
     return pieces
 
 
 def _scores(
-    q: Tensor, k: Tensor, spec: _Spec, causal: bool, positions: Tensor | None, piece: slice, keys: slice
+    q: Tensor, k: Tensor, spec: _Spec, past: _Past | None, piece: slice, keys: slice
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [B, key heads, repeat * l, kk] in float32 at least, -inf where unseen; and the softcap's slope."""
     raw = _fold(q[:, :, piece], k) @ k[:, :, keys].transpose(-1, -2)
@@ -314,14 +270,27 @@ def _scores(
         bent = scores.div_(spec.softcap).tanh_()
         slope = (bent * bent).neg_().add_(1)
         scores = bent.mul_(spec.softcap)
-    if causal or spec.window is not None:
-        at = torch.arange(piece.start, piece.stop, device=q.device) if positions is None else positions[piece]
-        distance = at[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
+    unseen = _unseen(spec, past, piece, keys, q.device)
+    if unseen is not None:
+        scores.view(*scores.shape[:2], -1, *unseen.shape[-2:]).masked_fill_(unseen, -math.inf)
+    return scores, slope
+
+
+def _unseen(spec: _Spec, past: _Past | None, piece: slice, keys: slice, device: torch.device) -> Tensor | None:
+    """[B or 1, 1, 1, l or 1, kk] bool."""
+    key = torch.arange(keys.start, keys.stop, device=device)
+    if past is None:
+        distance = torch.arange(piece.start, piece.stop, device=device)[:, None] - key
         unseen = distance < 0
         if spec.window is not None:
             unseen |= distance >= spec.window
-        scores.view(*scores.shape[:2], -1, *unseen.shape).masked_fill_(unseen, -math.inf)
-    return scores, slope
+        return unseen[None, None, None]
+    parts = []
+    if past.key_counts is not None:
+        parts.append((key >= past.key_counts[:, None])[:, None, None, None])
+    if spec.window is not None:
+        parts.append((past.positions[:, piece, None] - key >= spec.window)[:, None, None])
+    return None if not parts else parts[0] if len(parts) == 1 else parts[0] | parts[1]
 
 
 def _wide(x: Tensor) -> torch.dtype:

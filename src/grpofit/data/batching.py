@@ -3,9 +3,9 @@
 Owns which completions share a forward pass, packing, padding, masks and indices. Must not know about models or losses.
 
 A micro batch holds one packed row, [prompt, completion, completion, ..., prompt, ...], in which a prompt stands once
-for all its completions and positions go on after the prompt in each; or plain rows, [prompt, completion, padding], where
-an architecture cannot read packed ones. Padding is on the right, so causal attention never sees it and no mask is
-needed. Masks are made from lengths, never by looking for a token id.
+for all its completions and positions go on after the prompt in each. Where an architecture cannot read packed rows it
+holds plain ones, [prompt, completion, padding]: causal attention never looks right, so padding there needs no mask.
+Masks are made from lengths, never by looking for a token id.
 """
 
 from __future__ import annotations

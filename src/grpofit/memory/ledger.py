@@ -3,17 +3,16 @@
 Owns the count of bytes, what they are for, where and when they were born, what was alive at the peak, and a cap that
 makes a card of any size out of any CPU. Must not know the step, the allocator's rounding, nor how a peak is predicted.
 
-It sees what torch dispatches. It does not see what a kernel allocates for itself, what a compiled graph does inside,
-memory that never was a torch operation's output (`torch.from_numpy`), tensor subclasses that dispatch to tensors of
-their own (DTensor), and storages older than the ledger unless they are registered.
-
-Threads: torch hands dispatch modes on to the threads of its autograd engine, and the caller waits for them, so
-backward is seen on CUDA too. Other threads are not seen.
+It sees what torch dispatches, from every thread of autograd's engine, which takes dispatch modes over. It does not see
+what a kernel or a compiled graph allocates inside (nor, under `torch.inference_mode`, a composite operation), what
+never was an operation's output (`torch.from_numpy`), tensors inside of tensor subclasses (DTensor), other threads,
+and storages older than itself unless they are registered.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
@@ -21,19 +20,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-UPDATE_PHASE = "update"
-"""New storages of this phase are the optimizer's scratch; its state is registered."""
+from grpofit.units import gib
+
 NO_PHASE = "other"
-_ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
+UPDATE_PHASE = "update"
+_ACCUMULATE_GRAD = 2**64 - 1  # the number that autograd gives to each node which adds to a parameter's gradient
 
 
 class Category(StrEnum):
@@ -51,13 +52,10 @@ class Category(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """One storage. `category` and `module` are those last reported: a gradient is one from its birth on.
+    """One storage, with shape and dtype of the tensor it was born with.
 
-    Attributes:
-        nbytes: its size, the last one if it was resized.
-        shape, dtype: of the tensor it was born with.
-        module: path of the module whose forward or backward bore it, or the name it was registered with.
-        op: the operation, `register` if older than the ledger.
+    `nbytes`, `category` and `module` are the last ones known: what becomes a gradient is one from its birth on.
+    `module` is the path of the module whose forward or backward bore it, or the name it was registered with.
     """
 
     nbytes: int
@@ -71,7 +69,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Storages that differ only in their layer. `module` has a star for each layer's number; `nbytes` is their sum."""
+    """Storages that differ in their layer only. `module` has a star for a layer's number; `nbytes` is their sum."""
 
     count: int
     nbytes: int
@@ -88,7 +86,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was alive after so many events, in `phase`: plain data. Groups come largest first."""
+    """What was alive after the first `events` events: plain data. Groups come largest first."""
 
     events: int
     phase: str
@@ -101,53 +99,46 @@ class Snapshot:
         return {category: nbytes for category, nbytes in sums.items() if nbytes}
 
 
+@dataclass(kw_only=True, eq=False)
 class Ledger:
-    """Counts storages within `with ledger:`; deaths are noticed after it too. May be entered again.
+    """Counts births within `with ledger:`, and deaths of what it counted after it too. May be entered again.
 
-    A new storage's category is the one opened with `category`, else the first of these rules that holds: born in the
-    phase `update`, workspace; born in autograd's accumulation, gradients; at least two dimensions and the last as
-    long as the vocabulary, logits; else activations. `register` and `register_gradients` name what they are given.
+    A new storage's category is the one opened with `category`, else by the first of these rules that holds: born in
+    the phase `update`, workspace; in autograd's sum of a parameter's gradient, gradients; at least two dimensions and
+    the last one `vocab_size`, logits; else activations. What `register` and `register_gradients` say stands over it.
 
     Args:
         cap_bytes: the card's size. What would exceed it raises `torch.OutOfMemoryError` and is not counted.
         device_type: count storages of this kind of device only (`cuda`, `meta`, `cpu`); None: all.
-        vocab_size: length of a row of logits; None: no storage is taken for logits.
+        vocab_size: length of a row of logits; None: nothing is taken for logits.
         meta_item: what `Tensor.item()` says of a meta tensor, which has no values; converted to its dtype.
     """
 
-    def __init__(
-        self,
-        *,
-        cap_bytes: int | None = None,
-        device_type: str | None = None,
-        vocab_size: int | None = None,
-        meta_item: float = 1.0,
-    ) -> None:
-        self.cap_bytes = cap_bytes
-        self.meta_item = meta_item
+    cap_bytes: int | None = None
+    device_type: str | None = None
+    vocab_size: int | None = None
+    meta_item: float = 1.0
+
+    def __post_init__(self) -> None:
         self.alive_bytes = 0
         self.events: list[tuple[Storage, int]] = []
-        """Births, resizes and deaths in order: the storage, and by how many bytes what is alive changed."""
-        self._device_type = device_type
-        self._vocab_size = vocab_size
-        # By the storage's address; the weak reference is to an object that lives as long as the storage.
+        """Births, resizes and deaths in order: the storage, and by how many bytes it changed what is alive."""
+        # By the storage's address. A weak reference to a storage's object lives as long as the storage itself.
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], Storage]] = {}
-        self._phases: list[tuple[int, str]] = [(0, NO_PHASE)]  # events before it, its name
+        self._phases = [(0, NO_PHASE)]  # number of events before it, its name
         self._category: Category | None = None
-        self._modules: list[str] = []  # paths of the modules whose forward is running
-        # Which module's forward was running when autograd numbered its nodes: from each number on, this module.
-        self._node_numbers: list[int] = []
-        self._node_modules: list[str] = []
+        self._modules = [""]  # paths of the modules whose forward is running
+        self._nodes = [(-1, "")]  # autograd numbers its nodes in order: from each of these on, they are this module's
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
-        self._cleanup.enter_context(_Dispatch(self))
-        self._cleanup.enter_context(_storage_resizes(self))
+        _sole_holders()  # measured before the ledger listens
+        self._cleanup.enter_context(_beside_dispatch(self, self._cleanup.enter_context(_Dispatch(self))))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
-        self._modules.clear()
+        del self._modules[1:]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -169,11 +160,7 @@ class Ledger:
             self._category = outer
 
     def register(self, named: Iterable[tuple[str, Tensor]], category: Category | str) -> None:
-        """Count the storages of these tensors from now on, and name those counted already; a storage counts once.
-
-        Raises:
-            torch.OutOfMemoryError: they exceed the cap.
-        """
+        """Count these tensors' storages from now on (each once, within the cap), and name those counted already."""
         for name, tensor in named:
             self._birth(tensor, "register")
             self._name(name, tensor, Category(category))
@@ -181,8 +168,7 @@ class Ledger:
     def register_gradients(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Know gradients by identity: those that parameters have now, and those that reach them until the ledger exits.
 
-        A gradient that autograd hands to a parameter and to an activation alike (the bias of a sum of equal shapes)
-        counts as a gradient.
+        A gradient of activations that autograd hands to a parameter unchanged counts as the parameter's.
         """
         for name, parameter in named_parameters:
             if parameter.grad is not None:
@@ -194,37 +180,36 @@ class Ledger:
     def watch(self, model: nn.Module, prefix: str = "") -> None:
         """Note the module path of births in `model`, until the ledger exits; `prefix` tells two models apart.
 
-        Backward's births get the module whose forward made the autograd node, also with non-reentrant checkpointing
-        (the recomputation too). With reentrant checkpointing backward's births have no path.
+        Backward's births have the path of the module whose forward made the autograd node, recomputed ones that of
+        the module recomputed. Under reentrant checkpointing backward's are wrong or missing.
         """
         for name, module in model.named_modules(prefix=prefix):
-            enter = module.register_forward_pre_hook(partial(self._enter_module, name))
-            leave = module.register_forward_hook(partial(self._leave_module, name), always_call=True)
+            enter = module.register_forward_pre_hook(partial(self._enter_or_leave, name))
+            leave = module.register_forward_hook(partial(self._enter_or_leave, None), always_call=True)
             self._cleanup.callback(enter.remove)
             self._cleanup.callback(leave.remove)
 
     def restart(self) -> None:
-        """Forget the past: events begin again with what is alive. Between steps, not between forward and backward."""
+        """Forget the past: events begin with what is alive. Between steps, not between a forward and its backward."""
         self.events = [(record, record.nbytes) for _, record in self._known.values()]
         self._phases = [(0, self._phases[-1][1])]
-        self._node_numbers, self._node_modules = [], []
+        del self._nodes[1:]
 
     def timeline(self) -> list[int]:
         """Bytes alive before the first event and after each one."""
         return list(accumulate((change for _, change in self.events), initial=0))
 
     def snapshot(self, events: int | None = None) -> Snapshot:
-        """What is alive now, or was after the first so many events; its phase is that of the last of them."""
+        """What is alive now, or was after so many events; its phase is that of the last of them."""
         at = len(self.events) if events is None else events
         sizes: dict[Storage, int] = defaultdict(int)
         for storage, change in self.events[:at]:
             sizes[storage] += change
-        members: dict[tuple[Any, ...], list[Storage]] = defaultdict(list)
+        members: dict[tuple[tuple[int, ...], str, Category, str], list[Storage]] = defaultdict(list)
         for storage, nbytes in sizes.items():
             if nbytes:
-                place = re.sub(r"\b\d+\b", "*", storage.module)
-                dtype = str(storage.dtype).removeprefix("torch.")
-                members[storage.shape, dtype, storage.category, place].append(storage)
+                dtype, place = str(storage.dtype).removeprefix("torch."), re.sub(r"\b\d+\b", "*", storage.module)
+                members[tuple(storage.shape), dtype, storage.category, place].append(storage)
         groups = [
             Group(len(alike), sum(sizes[s] for s in alike), *key, tuple(sorted({s.op for s in alike})))
             for key, alike in members.items()
@@ -250,58 +235,48 @@ class Ledger:
         return {phase: replace(self.snapshot(at), phase=phase) for phase, at in best.items()}
 
     def _birth(self, tensor: Tensor, op: str) -> None:
-        """Count the tensor's storage, unless it is known."""
+        """Count the tensor's storage, unless it is known; the dispatch mode calls it. Raises before it counts."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known or (self._device_type is not None and tensor.device.type != self._device_type):
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known or (self.device_type is not None and tensor.device.type != self.device_type):
             return
-        nbytes = storage.nbytes()
         self._check_cap(nbytes)
         node = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
-        shape, phase = tensor.shape, self._phases[-1][1]
-        category = self._category or self._rule(shape, phase, number)
-        module = self._modules[-1] if self._modules else self._module_of_node(number)
-        record = Storage(nbytes, shape, tensor.dtype, category, phase, module, op)
+        number = None if node is None else node._sequence_nr()
+        module, phase = self._modules[-1], self._phases[-1][1]
+        if number is not None and not module:
+            module = self._nodes[bisect_right(self._nodes, number, key=itemgetter(0)) - 1][1]
+        category = self._category or self._rule(tensor.shape, phase, number)
+        record = Storage(nbytes, tensor.shape, tensor.dtype, category, phase, module, op)
         self._known[key] = weakref.ref(storage, partial(self._death, key, record)), record
         self._event(record, nbytes)
+
+    def _resize(self, storage: UntypedStorage, nbytes: int) -> None:
+        """Count a known storage's new size. Raises before it counts."""
+        record = self._known[storage._cdata][1] if storage._cdata in self._known else None
+        if record is not None and (change := nbytes - record.nbytes):
+            self._check_cap(change)
+            record.nbytes = nbytes
+            self._event(record, change)
 
     def _death(self, key: int, record: Storage, _: object) -> None:
         del self._known[key]
         self._event(record, -record.nbytes)
 
-    def _resize(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Count a known storage's new size. Raises before it counts."""
-        if storage._cdata in self._known:
-            record = self._known[storage._cdata][1]
-            change = nbytes - record.nbytes
-            if change:
-                self._check_cap(change)
-                record.nbytes = nbytes
-                self._event(record, change)
-
     def _event(self, record: Storage, change: int) -> None:
-        # A garbage collection may run deaths between any two lines: each of these is whole in itself.
+        # A garbage collection may run deaths between any two lines; each of these is whole in itself.
         self.events.append((record, change))
         self.alive_bytes += change
 
     def _check_cap(self, nbytes: int) -> None:
-        if self.cap_bytes is None or nbytes <= max(self.cap_bytes - self.alive_bytes, 0):
-            return
-        used, free = _size(self.alive_bytes), _size(max(self.cap_bytes - self.alive_bytes, 0))
-        raise torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {_size(nbytes)}. GPU 0 has a total capacity of "
-            f"{_size(self.cap_bytes)} of which {free} is free. Including non-PyTorch memory, this process has {used} "
-            f"memory in use. Of the allocated memory {used} is allocated by PyTorch, and 0 bytes is reserved by "
-            "PyTorch but unallocated. (A card simulated by grpofit's memory ledger.)"
-        )
-
-    def _rule(self, shape: torch.Size, phase: str, node_number: int) -> Category:
-        if phase == UPDATE_PHASE:
-            return Category.WORKSPACE
-        if node_number == _ACCUMULATE_GRAD:
-            return Category.GRADIENTS
-        return Category.LOGITS if len(shape) > 1 and shape[-1] == self._vocab_size else Category.ACTIVATIONS
+        if self.cap_bytes is not None and nbytes > max(self.cap_bytes - self.alive_bytes, 0):
+            used, free = gib(self.alive_bytes), gib(max(self.cap_bytes - self.alive_bytes, 0))
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {gib(nbytes)}. GPU 0 has a total capacity of "
+                f"{gib(self.cap_bytes)} of which {free} is free. Including non-PyTorch memory, this process has {used} "
+                f"memory in use. Of the allocated memory {used} is allocated by PyTorch, and 0 bytes is reserved by "
+                "PyTorch but unallocated. (A card simulated by grpofit's memory ledger.)"
+            )
 
     def _name(self, name: str, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()
@@ -310,52 +285,69 @@ class Ledger:
             record = self._known[storage._cdata][1]
             record.category, record.module = category, name
 
-    def _enter_module(self, path: str, *_: object) -> None:
-        self._modules.append(path)
-        self._mark_nodes()
+    def _rule(self, shape: torch.Size, phase: str, node_number: int | None) -> Category:
+        if phase == UPDATE_PHASE:
+            return Category.WORKSPACE
+        if node_number == _ACCUMULATE_GRAD:
+            return Category.GRADIENTS
+        return Category.LOGITS if len(shape) > 1 and shape[-1] == self.vocab_size else Category.ACTIVATIONS
 
-    def _leave_module(self, path: str, *_: object) -> None:
-        # An interruption that is no Exception runs no hooks: what it left on the stack goes too.
-        while self._modules and self._modules.pop() != path:
-            pass
-        self._mark_nodes()
-
-    def _mark_nodes(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # recomputing: backward goes on with the first forward's nodes, and other threads number anew
-        number, path = torch._C._autograd._get_sequence_nr(), self._modules[-1] if self._modules else ""
-        if self._node_numbers and self._node_numbers[-1] == number:
-            self._node_modules[-1] = path
+    def _enter_or_leave(self, path: str | None, *_: object) -> None:
+        """A hook: forward of the module at `path` begins, or (None) that of the current one ends."""
+        if path is None:
+            self._modules.pop()
         else:
-            self._node_numbers.append(number)
-            self._node_modules.append(path)
-
-    def _module_of_node(self, number: int) -> str:
-        at = bisect_right(self._node_numbers, number) - 1
-        return self._node_modules[at] if at >= 0 and number != _ACCUMULATE_GRAD else ""
+            self._modules.append(path)
+        # Not when it is recomputed: backward goes on with the first forward's nodes, and its threads number anew.
+        if torch._C._current_graph_task_id() == -1:
+            self._nodes.append((torch._C._autograd._get_sequence_nr(), self._modules[-1]))
 
 
-_VIEWS = "views of storages that exist"
-_WRITTEN = "arguments written to, whose storages may have been resized"
-_NEW = "new storages, in general"
-_COMPOSITE = "of several operations, which arrive in one piece under inference mode only"
+@contextmanager
+def _beside_dispatch(ledger: Ledger, mode: TorchDispatchMode) -> Iterator[None]:
+    """Two calls that are not dispatched: resizing a storage itself, and `torch.tensor` on meta."""
+    resize, tensor = UntypedStorage.resize_, torch.tensor
 
-# What an operation returns, and its name. Here, where the schema says something else: a view that autograd is to take
-# for a copy, and the call by which the storage of `torch.tensor` first appears.
-_OPERATIONS: dict[OpOverload, tuple[str, str]] = {
-    torch.ops.aten._unsafe_view.default: (_VIEWS, "aten._unsafe_view"),
-    torch.ops.aten.lift_fresh.default: (_NEW, "aten.lift_fresh"),
+    def counted_resize(storage: UntypedStorage, size: int) -> Any:
+        ledger._resize(storage, size)
+        return resize(storage, size)
+
+    def counted_tensor(*args: Any, **kwargs: Any) -> Tensor:
+        out = tensor(*args, **kwargs)
+        if mode in _get_current_dispatch_mode_stack():  # else a meta kernel calls
+            ledger._birth(out, "aten.lift_fresh")
+        return out
+
+    UntypedStorage.resize_, torch.tensor = counted_resize, counted_tensor  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_, torch.tensor = resize, tensor  # type: ignore[method-assign]
+
+
+_ATEN = torch.ops.aten
+_ITEM = _ATEN._local_scalar_dense.default
+
+# Under a dispatch mode, or on meta, autograd takes every tensor for a subclass and no longer writes in place where
+# it could: when it adds up gradients, or scatters them into zeros. The ledger must not change what it measures.
+_IN_PLACE = {
+    _ATEN.add.Tensor: _ATEN.add_.Tensor,
+    _ATEN.index_add.default: _ATEN.index_add_.default,
+    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
 }
 
+_VIEWS, _WRITTEN, _NEW = range(3)
 
-def _operation(func: OpOverload) -> tuple[str, str]:
-    if func not in _OPERATIONS:
-        aliases = [value.alias_info for value in func._schema.returns]
-        returns = _VIEWS if any(alias is not None for alias in aliases) else _NEW
-        if any(alias is not None and alias.is_write for alias in aliases):
-            returns = _WRITTEN
-        _OPERATIONS[func] = (_COMPOSITE if func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), 'CPU') else returns, str(func.overloadpacket))
-    return _OPERATIONS[func]
+
+@cache
+def _operation(func: OpOverload) -> tuple[int, str, OpOverload | None]:
+    """What it returns (views of what exists, arguments that it wrote to, or new tensors), name, in-place form."""
+    aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+    returns = _NEW if not aliases else _WRITTEN if any(alias.is_write for alias in aliases) else _VIEWS
+    # Where the schema says something else: a view that autograd is to take for a copy, and the call by which the
+    # storage of `torch.tensor` first appears.
+    returns = {_ATEN._unsafe_view.default: _VIEWS, _ATEN.lift_fresh.default: _NEW}.get(func, returns)
+    return returns, str(func.overloadpacket), _IN_PLACE.get(func)
 
 
 class _Dispatch(TorchDispatchMode):
@@ -364,55 +356,45 @@ class _Dispatch(TorchDispatchMode):
         self._ledger = ledger
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns, name = _operation(func)
-        if returns is _COMPOSITE:
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is _ITEM and args[0].is_meta:
             return torch.tensor(self._ledger.meta_item).to(args[0].dtype).item()
-        if func is torch.ops.aten.add.Tensor and torch._C._current_autograd_node() is not None and not torch.is_grad_enabled():
-            a=args[0]
-            if a._use_count()==4 and torch._C._storage_Use_Count(a.untyped_storage()._cdata)==2 and a.untyped_storage().nbytes()==a.nbytes:
-                return a.add_(args[1])
+        returns, name, in_place = _operation(func)
+        if in_place is not None and _holders(args[0]) == _sole_holders():
+            return in_place(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        if returns is not _VIEWS:
+        if returns != _VIEWS:
             self._see(out, returns, name)
         return out
 
-    def _see(self, out: Any, returns: str, name: str) -> None:
+    def _see(self, out: Any, returns: int, name: str) -> None:
         if isinstance(out, (tuple, list)):
             for item in out:
                 self._see(item, returns, name)
-        elif isinstance(out, Tensor) and returns is _NEW:
+        elif isinstance(out, Tensor) and returns == _NEW:
             self._ledger._birth(out, name)
         elif isinstance(out, Tensor):
-            storage = out.untyped_storage()
-            try:
-                self._ledger._resize(storage, storage.nbytes())
-            except torch.OutOfMemoryError:
-                storage.resize_(self._ledger._known[storage._cdata][1].nbytes)  # the tensor keeps its new shape
-                raise
+            self._ledger._resize(out.untyped_storage(), out.untyped_storage().nbytes())
 
 
-@contextmanager
-def _storage_resizes(ledger: Ledger) -> Iterator[None]:
-    """Resizing a storage itself is no operation and is not dispatched."""
-    original = UntypedStorage.resize_
-
-    def resize_(storage: UntypedStorage, size: int) -> Any:
-        ledger._resize(storage, size)
-        return original(storage, size)
-
-    UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        UntypedStorage.resize_ = original  # type: ignore[method-assign]
+def _holders(tensor: Any) -> tuple[Any, ...] | None:
+    """How many hold a dense tensor, its storage and its Python object, in the midst of a backward; else None."""
+    storage = tensor.untyped_storage()
+    if torch._C._current_autograd_node() is None or torch.is_grad_enabled() or storage.nbytes() != tensor.nbytes:
+        return None
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
-def _size(nbytes: int) -> str:
-    """As the CUDA allocator prints it."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes} bytes"
+@cache
+def _sole_holders() -> tuple[Any, ...]:
+    """`_holders` of a sum of gradients that only autograd holds; the numbers differ between versions."""
+    seen = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(_holders(args[0]) if func in _IN_PLACE else None)
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode(False), torch.enable_grad(), Listen():  # type: ignore[no-untyped-call]
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(x.exp() + x.sin(), x)
+    return next(holders for holders in seen if holders is not None)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from grpofit.algo.attention import Packing, packed_attention
+from grpofit.algo.attention import packed_attention
+from grpofit.algo.packing import Packing
 from grpofit.types import PackedGroup
 
 NAME = "grpofit_packed"
@@ -52,7 +53,8 @@ def _attention(
     return packed_attention(query, key, value, packing, scale=scale, window=sliding_window, softcap=softcap), None
 
 
-AttentionInterface.register(NAME, _attention)
+# Loops over groups would be unrolled into graphs of their own for every packing.
+AttentionInterface.register(NAME, torch.compiler.disable(_attention))
 
 
 class _Probe(Packing):

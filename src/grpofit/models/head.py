@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpofit.algo.attention import Packing
 from grpofit.algo.logprobs import chunked_logprobs, entropy_from_logits, logprobs_from_logits
+from grpofit.algo.packing import Packing
 
 _PROBE_TOKENS = 7
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -95,6 +95,8 @@ class Trainer:
             for note in self._evaluator.notes:
                 display.event(note)
             self._parts = build_parts(resolved, self._evaluator, prompts, self._clock)
+            for note in self._parts.notes:
+                display.event(note)
             self._trackers = Trackers(
                 self._config.run.trackers, run_dir, self._config.model_dump(), checkpoint is not None,
                 report=lambda text: self._event(text, warning=True),

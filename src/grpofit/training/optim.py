@@ -1,23 +1,33 @@
-"""AdamW on a full-precision master copy, gradients accumulated in float32, the learning-rate schedule.
+"""AdamW in float32 whatever the weights' dtype, gradients accumulated in float32, the learning-rate schedule.
 
 Owns the optimizer state and how it is saved. Must not know about losses or rollouts.
 
 A bfloat16 weight near 1 moves in steps of 1/128, so an update of 1e-6 would round away: AdamW updates a float32
-master, and the weight is its rounding. Gradients of micro batches are added in float32, since adding them in
-bfloat16 changes the result by 15 to 25% (measured).
+master, and the weight is its rounding (`masters`). Gradients of micro batches are added in float32, since adding them
+in bfloat16 changes the result by 15 to 25% (measured). Moments are float32 always: with beta2 = 0.999 the second
+moment moves by a thousandth a step, which bfloat16 would round away.
+
+Bytes a weight, for bfloat16 weights: 4 for weight and master, 8 for the moments; from backward to the update 2 for
+the gradient, 4 from the second micro batch on. The update goes through the parameters piece by piece: nothing is
+widened or copied whole, and on a CPU a piece stays in the cache from one operation to the next.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from grpofit.config import OptimConfig
+from grpofit.training.masters import Scratch, flat, make_master
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_PIECE_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""Weights updated at once: on a CPU what its cache holds, on a card enough to keep it busy (12 bytes each)."""
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -33,100 +43,176 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 class MasterAdamW:
-    """AdamW over float32 masters of the trainable parameters."""
+    """AdamW over float32 masters of the trainable parameters, which must all be on one device.
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, *, master: bool):
-        """`master`: keep float32 copies of parameters in other dtypes; else update them as they are."""
+    It takes every parameter's gradient away as soon as backward has it; `gradients` shows them.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimConfig,
+        *,
+        master: bool,
+        seed: int = 0,
+    ) -> None:
+        """`master`: keep float32 values of parameters in other dtypes; else round as `config.rounding` says.
+
+        `seed` is part of the key of every draw of stochastic rounding.
+        """
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        for name, parameter in self._parameters.items():
+            parameter.data = parameter.data.contiguous()
+            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
         self._masters = {
-            name: p if not master or p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            name: make_master(parameter, keep=master, rounding=config.rounding, key=(seed, index))
+            for index, (name, parameter) in enumerate(self._parameters.items())
+        }
+        # Moments exist before the first step, so that memory does not jump at its end.
+        self._moments = {
+            name: [torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for _ in _MOMENTS]
             for name, p in self._parameters.items()
         }
-        kernel = "fused" if config.implementation == "auto" else config.implementation
-        self._adamw = torch.optim.AdamW(
-            list(self._masters.values()),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=kernel == "fused",
-            foreach=kernel == "foreach",
-        )
-        self._foreach = kernel == "foreach"
-        self._allocate(step_on_device=kernel == "fused")
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                parameter.register_post_accumulate_grad_hook(self._accumulate(self._masters[name]))
+        self._gradients: dict[str, Tensor] = {}
+        self._factor: Tensor | None = None  # of all gradients, from clipping
+        self._updates = 0
+        self._device = next(iter(self._parameters.values())).device
+        self._config = config
+        self._kernel = "fused" if config.implementation == "auto" else config.implementation
 
-    def _allocate(self, *, step_on_device: bool) -> None:
-        """Gradients and state exist before the first step, so that memory does not jump at its end."""
-        for master in self._masters.values():
-            master.grad = torch.zeros_like(master)
-            device = master.device if step_on_device else torch.device("cpu")
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                **{moment: torch.zeros_like(master) for moment in _MOMENTS},
-            }
+    def _take(self, name: str, parameter: Tensor) -> None:
+        """Hook: the gradient of a micro batch. The first one stays as it is, from the second on they add up wide."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if name not in self._gradients:
+            self._gradients[name] = gradient
+            return
+        total = self._gradients[name]
+        if total.dtype != torch.float32:
+            total = self._gradients[name] = total.float()
+        # In pieces, since adding another dtype makes a wide copy of it first.
+        size = self._piece_weights
+        for part, added in zip(total.view(-1).split(size), gradient.reshape(-1).split(size), strict=True):
+            part.add_(added)
 
-    @staticmethod
-    def _accumulate(master: nn.Parameter) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None and master.grad is not None
-            master.grad.add_(parameter.grad)
-            parameter.grad = None
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Sums over the micro batches so far, before clipping; float32, or the parameter's dtype after only one.
 
-        return add
+        A parameter without a gradient is missing. An update uses them up.
+        """
+        return self._gradients
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero, keeping their memory."""
-        for master in self._masters.values():
-            if master.grad is not None:
-                master.grad.zero_()
+        """Forget all gradients, and their memory."""
+        self._gradients.clear()
+        self._factor = None
 
+    @torch.no_grad()
     def clip(self, max_norm: float | None) -> Tensor:
-        """Norm of the whole gradient before clipping, a float32 scalar on the device; clips if `max_norm` is given."""
-        gradients = [m.grad for m in self._masters.values() if m.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, foreach=self._foreach)
+        """Norm of the whole gradient before clipping, a float32 scalar on the device; clips if `max_norm` is given.
+
+        Clipping is a factor that the update applies.
+        """
+        scratch = self._scratch()
+        norms = [
+            torch.linalg.vector_norm(self._wide(gradient.reshape(-1)[piece], scratch))
+            for gradient in self._gradients.values()
+            for piece in scratch.pieces(gradient.numel())
+        ]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self._device)
+        if self._factor is not None:
+            norm = norm * self._factor
         if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(self._masters.values(), max_norm, norm, foreach=self._foreach)
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_
+            self._factor = factor if self._factor is None else self._factor * factor
         return norm
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        """One update at rate `lr`. Returns how many weights took a new value, an int64 scalar on the device."""
-        before = {n: p.clone() for n, p in self._parameters.items() if self._masters[n] is p}
-        self._adamw.param_groups[0]["lr"] = lr
-        self._adamw.step()
-        changed = []
-        for name, parameter in self._parameters.items():
-            if name in before:
-                changed.append((parameter != before.pop(name)).sum())
-            else:
-                rounded = self._masters[name].to(parameter.dtype)
-                changed.append((parameter != rounded).sum())
-                parameter.copy_(rounded)
+        """One update at rate `lr`; a missing gradient counts as 0. Uses up the gradients.
+
+        Returns how many weights took a new value, an int64 scalar on the device.
+        """
+        scratch = self._scratch()
+        self._updates += 1
+        changed = [
+            self._update(name, piece, lr, scratch)
+            for name, parameter in self._parameters.items()
+            for piece in scratch.pieces(parameter.numel())
+        ]
+        self.zero_grad()
         return torch.stack(changed).sum()
+
+    def _update(self, name: str, piece: slice, lr: float, scratch: Scratch) -> Tensor:
+        """Update one piece of a parameter; how many of its weights took a new value."""
+        config, weights = self._config, flat(self._parameters[name])[piece]
+        values = self._masters[name].read(piece, scratch)
+        gradient = self._gradients.get(name)
+        if gradient is None:
+            wide = scratch.gradient[: len(weights)].zero_()
+        else:
+            wide = self._wide(gradient.reshape(-1)[piece], scratch)
+            wide = wide if self._factor is None else wide.mul_(self._factor)
+        bits = torch.int32 if weights.element_size() == 4 else torch.int16
+        before = weights.view(bits).clone()
+        adamw(
+            [values],
+            [wide],
+            *([flat(moment)[piece]] for moment in self._moments[name]),
+            [],
+            [torch.full((), self._updates - 1.0, device=self._device if self._kernel == "fused" else "cpu")],
+            fused=self._kernel == "fused",
+            foreach=self._kernel == "foreach",
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=lr,
+            weight_decay=config.weight_decay,
+            eps=config.eps,
+            maximize=False,
+        )
+        self._masters[name].write(piece, values, scratch, self._updates)
+        return torch.count_nonzero(before.bitwise_xor_(weights.view(bits)))
+
+    @staticmethod
+    def _wide(gradient: Tensor, scratch: Scratch) -> Tensor:
+        """[n] float32, the gradient itself where it is."""
+        if gradient.dtype == torch.float32:
+            return gradient
+        return scratch.gradient[: len(gradient)].copy_(gradient)
+
+    @property
+    def _piece_weights(self) -> int:
+        return _PIECE_WEIGHTS.get(self._device.type, _PIECE_WEIGHTS["cuda"])
+
+    def _scratch(self) -> Scratch:
+        return Scratch(min(self._piece_weights, max(p.numel() for p in self._parameters.values())), self._device)
 
     def count_weights(self) -> int:
         """Trainable weights."""
         return sum(p.numel() for p in self._parameters.values())
 
+    @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs: masters (or weights), moments, update counts. Not copies."""
+        """Everything a resumed run needs: masters (or weights), moments, update counts. Copies only where it must."""
+        scratch = self._scratch()
         tensors = {}
         for name, master in self._masters.items():
-            state = self._adamw.state[master]
-            tensors[f"master/{name}"] = master.detach()
-            tensors[f"step/{name}"] = state["step"]
-            for moment in _MOMENTS:
-                tensors[f"{moment}/{name}"] = state[moment]
+            tensors[f"master/{name}"] = master.whole(scratch)
+            tensors[f"step/{name}"] = torch.tensor(float(self._updates))
+            for moment, tensor in zip(_MOMENTS, self._moments[name], strict=True):
+                tensors[f"{moment}/{name}"] = tensor
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Inverse of `state_tensors`; the weights become the rounding of their masters."""
-        for name, own in self.state_tensors().items():
-            own.copy_(tensors[name])
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                parameter.copy_(self._masters[name])
+        scratch = self._scratch()
+        for name, master in self._masters.items():
+            saved = tensors[f"master/{name}"].reshape(-1)
+            for piece in scratch.pieces(saved.numel()):
+                values = master.read(piece, scratch)
+                master.write(piece, values.copy_(saved[piece]), scratch, self._updates)
+            for moment, tensor in zip(_MOMENTS, self._moments[name], strict=True):
+                tensor.copy_(tensors[f"{moment}/{name}"])
+            self._updates = int(tensors[f"step/{name}"])

@@ -21,7 +21,9 @@ from grpofit.data.tasks import load_task
 from grpofit.data.verify import RewardRunner
 from grpofit.errors import ConfigError
 from grpofit.memory.settings import resolve_memory
+from grpofit.models.compiling import PAYS_FROM_TOKENS, CompiledLayers, compiler_missing
 from grpofit.models.load import Policy, load_policy, load_reference
+from grpofit.models.recompute import apply_recompute
 from grpofit.rollout.transformers import TransformersEngine
 from grpofit.training.clock import Clock
 from grpofit.training.optim import MasterAdamW
@@ -202,12 +204,32 @@ def build_parts(resolved: Resolved, evaluator: Evaluator, prompts: list[Prompt],
     settings = step_settings(config)
     reference = load_reference(config.model, resolved.base_dir, policy.device) if config.algo.beta > 0 else None
     policy.model.train()
-    if settings.memory.checkpointing != "none":
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    notes = apply_recompute(policy.model, settings.memory.checkpointing, settings.memory.mlp_tile_tokens)
+    compiled, note = _compiled(config, policy)
     optimizer = MasterAdamW(
         policy.model.named_parameters(), config.optim, master=config.model.master_dtype == "float32"
     )
-    return StepParts(policy, reference, evaluator.engine, evaluator.rewards, prompts, optimizer, settings, clock)
+    return StepParts(
+        policy, reference, evaluator.engine, evaluator.rewards, prompts, optimizer, settings, clock, compiled,
+        [*notes, *note],
+    )  # fmt: skip
+
+
+def _compiled(config: Config, policy: Policy) -> tuple[CompiledLayers | None, list[str]]:
+    """Compiled layers where they are asked for, or `auto` finds that they pay; and a note if anything is to be said."""
+    wanted, rollout = config.run.compile, config.rollout
+    if wanted == "auto":
+        group_tokens = rollout.max_prompt_tokens + rollout.group_size * rollout.max_completion_tokens
+        tokens = config.run.steps * config.algo.iterations_per_batch * rollout.prompts_per_step * group_tokens
+        plain = config.memory.checkpointing != "selective" and config.memory.mlp_tile_tokens in ("auto", "none")
+        if policy.device.type != "cpu" or not plain or tokens < PAYS_FROM_TOKENS:
+            return None, []
+    if wanted == "none":
+        return None, []
+    missing = compiler_missing(policy.device)
+    if missing is None:
+        return CompiledLayers(policy.model), ["run.compile: layers are compiled in the first step, which takes longer"]
+    return None, [f"run.compile: layers are not compiled, steps are slower: {missing}"]
 
 
 def _task_line(name: str, train: PromptSet, heldout: PromptSet, limit: int) -> str:

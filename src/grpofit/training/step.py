@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpofit.algo.advantages import advantages, has_signal
-from grpofit.algo.attention import Packing
 from grpofit.algo.losses import LossOutput, LossSpec, count_denominator, policy_loss
+from grpofit.algo.packing import Packing
 from grpofit.data.batching import MicroBatch, make_micro_batches
 from grpofit.data.prompts import prompts_for_step
 from grpofit.data.verify import RewardReport, RewardRunner
 from grpofit.memory.settings import MemorySettings
 from grpofit.models.attention import reading_packed_rows
+from grpofit.models.compiling import CompiledLayers
 from grpofit.models.head import token_logprobs
 from grpofit.models.load import Policy
 from grpofit.rollout.base import Engine
@@ -58,7 +59,10 @@ class StepSettings:
 
 @dataclass(slots=True)
 class StepParts:
-    """What a step works with. `reference` is None unless beta > 0."""
+    """What a step works with. `reference` is None unless beta > 0, `compiled` where layers run as they are.
+
+    `notes`: what a user should be told about how the parts were made.
+    """
 
     policy: Policy
     reference: Policy | None
@@ -68,6 +72,8 @@ class StepParts:
     optimizer: MasterAdamW
     settings: StepSettings
     clock: Clock
+    compiled: CompiledLayers | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def models(self) -> list[PreTrainedModel]:
@@ -150,7 +156,11 @@ def update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[Upd
     Rows of groups without signal have a gradient of exactly 0 unless beta or the entropy bonus is positive, so they
     are left out of forward and backward; the denominator counts them as configured.
     """
-    with reading_packed_rows(*parts.models) if parts.packed else nullcontext():
+    with ExitStack() as stack:
+        if parts.packed:
+            stack.enter_context(reading_packed_rows(*parts.models))
+        if parts.compiled is not None:
+            stack.enter_context(parts.compiled.switched_on())
         return _update(parts, rollouts, lr)
 
 
