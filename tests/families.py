@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from grpofit.models.attention import why_not_packed
 from grpofit.models.head import find_head
 from grpofit.models.load import Policy
+from grpofit.training.step import StepParts
 from grpofit.types import Completion, FinishReason, Prompt, Rollout
 
 VOCAB_SIZE = 260  # of the tiny tokenizer
@@ -43,8 +44,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "phi": ("phi", {}),  # its head has a bias
     # sdpa would leave its softcapping of attention scores out
-    "gemma2": ("gemma2", {**_MIXED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0,
-                          "attn_logit_softcapping": 3.0, "attn_implementation": "eager"}),
+    "gemma2": (
+        "gemma2",
+        {
+            **_MIXED,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 2.0,
+            "attn_logit_softcapping": 3.0,
+            "attn_implementation": "eager",
+        },
+    ),
     "gemma3": ("gemma3_text", {**_MIXED, "query_pre_attn_scalar": 8}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 3.0}),
@@ -118,3 +127,17 @@ def plain_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float)
     log_softmax = (logits / temperature).log_softmax(-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return log_softmax.gather(-1, torch.tensor(completion)[:, None])[:, 0], entropy
+
+
+def gradients_seen(parts: StepParts) -> dict[str, torch.Tensor]:
+    """Filled by the next update: the sums that its (last) optimizer update starts from, which uses them up."""
+    optimizer, seen = parts.optimizer, dict[str, torch.Tensor]()
+    plain = optimizer.step
+
+    def step(lr: float) -> torch.Tensor:
+        found = optimizer.gradients()
+        seen.update({n: found[n].clone() for n, _ in parts.policy.model.named_parameters() if n in found})
+        return plain(lr)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return seen

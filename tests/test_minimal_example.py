@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import gradients_seen
 from run_factory import HERE, small_letters, tiny_config, train
 
 from grpofit import api
@@ -94,15 +95,15 @@ def test_the_first_step_is_the_trainers(config, loss, tmp_path):
     [recorded] = [record for record in read_metrics(run_dir / "metrics.jsonl") if "loss" in record]
 
     resolved = api.load(config, changes)
-    settings = step_settings(resolved.config)
     evaluator, prompts = build_evaluator(resolved, CPU, functions={HERE: small_letters})
+    settings = step_settings(resolved.config, evaluator.policy.vocab_size)
     parts = build_parts(resolved, evaluator, prompts, Clock())
     rollouts, _ = collect(parts, 0, 1)
     lengths = {len(rollout.completion.token_ids) for rollout in rollouts}
     assert len(lengths) > 4, "the completions must differ in length, or both losses are the same"
+    trained = gradients_seen(parts)
     [result] = update(parts, rollouts, lr=1e-3)
     evaluator.rewards.close()
-    trained = {name: parameter.grad for name, parameter in parts.policy.model.named_parameters()}
 
     policy = load_policy(resolved.config.model, resolved.base_dir, CPU)
     samples = [example.Sample(rollout.prompt.token_ids, rollout.completion.token_ids) for rollout in rollouts]

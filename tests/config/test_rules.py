@@ -152,6 +152,18 @@ BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model.attention": "flash_attention_2", "run.device": "cpu"},
         ("model.attention", "run.device"),
     ),
+    "stochastic rounding with a master": (
+        {"optim.rounding": "stochastic"},
+        ("optim.rounding", "model.master_dtype"),
+    ),
+    "stochastic rounding of float32": (
+        {"optim.rounding": "stochastic", "model.dtype": "float32", "model.master_dtype": None},
+        ("optim.rounding", "model.dtype"),
+    ),
+    "stochastic rounding of float16": (
+        {"optim.rounding": "stochastic", "model.dtype": "float16"},
+        ("optim.rounding", "model.dtype"),
+    ),
     "keep_best without evaluations": (
         {"run.keep_best": True, "run.eval_every": 0},
         ("run.keep_best", "run.eval_every"),
@@ -180,6 +192,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "falling rate": {"optim.min_lr_frac": 0.1, "optim.schedule": "cosine"},
     "no averages": {"optim.betas": [0.0, 0.0]},
     "float16 with masters": {"model.dtype": "float16"},
+    "stochastic rounding": {"optim.rounding": "stochastic", "model.master_dtype": None},
     "flash attention": {"model.attention": "flash_attention_2", "model.dtype": "bfloat16"},
     "keep_best": {"run.keep_best": True},
     "KL switched off": {"algo.kl": "k2", "algo.beta": 0.0},

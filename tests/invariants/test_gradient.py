@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import family, plain_logprobs, policy_of, random_prompt, random_rollout
+from families import family, gradients_seen, plain_logprobs, policy_of, random_prompt, random_rollout
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -143,7 +143,7 @@ def parts_for(settings: StepSettings, model: PreTrainedModel, *, master: bool = 
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(tensor.detach().double().flatten() for tensor in tensors)])
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -153,9 +153,10 @@ def relative(got: Tensor, expected: Tensor) -> float:
 def by_update(settings: StepSettings, rows: Sequence[Rollout]) -> tuple[list[UpdateResult], Tensor]:
     """What the step says, and the gradient of its last update: nothing is clipped, nothing zeroed after it."""
     parts = parts_for(settings, copy.deepcopy(start()))
+    seen = gradients_seen(parts)
     results = update(parts, rows, OPTIM.lr)
     assert [result.finite for result in results] == [True] * settings.iterations_per_batch
-    return results, flat([p.grad for p in parts.policy.model.parameters() if p.grad is not None])
+    return results, flat(list(seen.values()))
 
 
 def laid_out(model: PreTrainedModel, rows: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
@@ -291,41 +292,43 @@ def test_no_signal_at_all() -> None:
 # bfloat16
 
 
-def in_bfloat16(rows: Sequence[Rollout], *, master: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of one update, one row a micro batch, and the same rows' gradients added up in float64."""
+def in_bfloat16(rows: Sequence[Rollout], *, master: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of one update, one row a micro batch; the same gradients added in float64, and in bfloat16."""
     model = copy.deepcopy(start()).to(torch.bfloat16)
     sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+    narrow = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     settings = settings_for("dapo", MEMORY["row by row"])
 
     def watch(name: str, parameter: torch.nn.Parameter) -> None:
         def add(gradient: Tensor) -> None:
             sums[name] += gradient.double()
+            narrow[name] += gradient
 
         parameter.register_hook(add)
 
     for name, parameter in model.named_parameters():
         watch(name, parameter)
     parts = parts_for(settings, model, master=master)
+    seen = gradients_seen(parts)
     update(parts, rows, OPTIM.lr)
-    seen = {name: m.grad for name, m in parts.optimizer._masters.items() if m.grad is not None}
-    return flat([seen[name] for name in sums]), flat(list(sums.values()))
+    return flat([seen[name] for name in sums]), flat(list(sums.values())), flat([narrow[name] for name in sums])
 
 
 def test_bfloat16_gradients_are_added_in_float32() -> None:
     rows = [dataclasses.replace(row, group=row.group + 4 * turn) for turn in range(4) for row in rollouts()]
     rounded = copy.deepcopy(start()).to(torch.bfloat16).float()
     parts = parts_for(settings_for("dapo"), rounded)
+    seen = gradients_seen(parts)
     update(parts, rows, OPTIM.lr)
-    float32 = flat([p.grad for p in rounded.parameters() if p.grad is not None])
+    float32 = flat(list(seen.values()))
 
-    with_master, exact = in_bfloat16(rows, master=True)
-    without, exact_again = in_bfloat16(rows, master=False)
-    assert relative(with_master, exact) < 1e-6
-    assert torch.equal(exact, exact_again)
-    assert relative(without, exact) > 3e-3
-    # What is left is the rounding of forward and backward: some units of 2^-8.
-    assert relative(with_master, float32) < 12 * 2**-8
-    assert relative(with_master, float32) < relative(without, float32)
+    for master in (True, False):
+        added, exact, narrow = in_bfloat16(rows, master=master)
+        assert relative(added, exact) < 1e-6
+        assert relative(narrow, exact) > 3e-3  # what adding in bfloat16 would have made of it
+        # What is left is the rounding of forward and backward: some units of 2^-8.
+        assert relative(added, float32) < 12 * 2**-8
+        assert relative(added, float32) < relative(narrow, float32)
 
 
 # gradients that are not finite

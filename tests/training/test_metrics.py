@@ -83,12 +83,16 @@ def test_no_reward_at_all():
 
 def test_update_record_of_one_update():
     metrics = {"ratio": 1.0, "entropy": 2.5, "gap": 1e-7, "gap_max": 3e-7}
-    result = UpdateResult(loss=0.5, grad_norm=2.0, rows=6, weights_changed_frac=0.75, metrics=metrics)
+    result = UpdateResult(
+        loss=0.5, grad_norm=2.0, rows=6, tokens=120, micro_batches=2, weights_changed_frac=0.75, metrics=metrics
+    )
     assert update_record([result], rollouts=8, lr=1e-5) == {
         "loss": 0.5,
         "grad_norm": 2.0,
         "learning_rate": 1e-5,
         "trained_rows_frac": 0.75,
+        "trained_tokens": 120,
+        "micro_batches": 2,
         "weights_changed_frac": 0.75,
         "ratio_mean": 1.0,
         "entropy": 2.5,
@@ -98,9 +102,10 @@ def test_update_record_of_one_update():
 
 
 def test_update_record_of_two_updates_averages_and_keeps_the_largest_gap():
-    first = UpdateResult(1.0, 2.0, 4, 0.5, {"ratio": 1.0, "gap_max": 3.0, "clip_high": 0.0, "kl": 0.1})
-    second = UpdateResult(3.0, 4.0, 4, 0.25, {"ratio": 1.5, "gap_max": 1.0, "clip_high": 0.5, "kl": 0.3})
+    first = UpdateResult(1.0, 2.0, 4, 100, 2, 0.5, {"ratio": 1.0, "gap_max": 3.0, "clip_high": 0.0, "kl": 0.1})
+    second = UpdateResult(3.0, 4.0, 4, 100, 2, 0.25, {"ratio": 1.5, "gap_max": 1.0, "clip_high": 0.5, "kl": 0.3})
     record = update_record([first, second], rollouts=4, lr=1.0)
+    assert record["trained_tokens"] == 200 and record["micro_batches"] == 2
     assert record["loss"] == 2.0 and record["grad_norm"] == 3.0
     assert record["ratio_mean"] == 1.25 and record["clip_ratio/high_mean"] == 0.25
     assert record["kl"] == pytest.approx(0.2)
@@ -109,7 +114,7 @@ def test_update_record_of_two_updates_averages_and_keeps_the_largest_gap():
 
 
 def test_a_skipped_update_has_no_share_of_changed_weights():
-    skipped = UpdateResult(math.nan, math.inf, 4, None)
+    skipped = UpdateResult(math.nan, math.inf, 4, 100, 2, None)
     record = update_record([skipped], rollouts=4, lr=1.0)
     assert math.isnan(record["loss"]) and record["weights_changed_frac"] is None
     assert not skipped.finite

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from grpofit.config import OptimConfig
-from grpofit.training.optim import MasterAdamW, learning_rate
+from grpofit.memory.ledger import Ledger
+from grpofit.training.optim import _PIECE_WEIGHTS, MasterAdamW, learning_rate
 
 KERNELS = ["fused", "foreach", "loop"]
 SHAPES = {"matrix": (33, 7), "vector": (5,), "scalar": ()}
@@ -144,9 +146,110 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     for gradient in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
         (weight * gradient).sum().backward()
     assert weight.grad is None
+    assert own.gradients()["weight"].dtype == torch.float32
     assert float(own.clip(None)) == 258.0
     own.zero_grad()
     assert float(own.clip(None)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_micro_batch_keeps_its_gradient_as_it_is(dtype: torch.dtype) -> None:
+    # Widened in the update: the same numbers as widened at once, at half the memory.
+    weights, wide = parameters(dtype), parameters(dtype)
+    own, other = optimizer(weights), optimizer(wide)
+    backward(weights, 0)
+    assert {gradient.dtype for gradient in own.gradients().values()} == {dtype}
+    backward(wide, 0)
+    for name, gradient in other.gradients().items():
+        other._gradients[name] = gradient.float()
+    norms = [each.clip(1.0) for each in (own, other)]
+    assert torch.equal(*norms)
+    assert int(own.step(0.01)) == int(other.step(0.01)) > 0
+    assert own.gradients() == {}
+    for name, tensor in own.state_tensors().items():
+        assert torch.equal(tensor, other.state_tensors()[name]), name
+
+
+def test_a_missing_gradient_counts_as_zero() -> None:
+    # As in torch where the gradient is a tensor of zeros: averages decay, and a weight goes on moving.
+    ours, theirs = parameters(), parameters()
+    own = optimizer(ours, implementation="loop")
+    torchs = torch.optim.AdamW(theirs.values(), lr=0.01, weight_decay=0.1, foreach=False)
+    for step in range(3):
+        if step != 1:
+            backward(ours, step)
+            backward(theirs, step)
+        torchs.step()
+        own.step(0.01)
+        torchs.zero_grad(set_to_none=False)
+    for name in SHAPES:
+        assert torch.equal(ours[name], theirs[name])
+
+
+# piece by piece
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pieces_make_no_difference(kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 33 x 7 weights in pieces of 16 or 100, the last one shorter. Kernels take several weights at once and the rest
+    # one by one, which may round the last digit differently.
+    states = []
+    for size in (1 << 19, 16, 100):
+        monkeypatch.setitem(_PIECE_WEIGHTS, "cpu", size)
+        weights = parameters(dtype)
+        own = optimizer(weights, implementation=kernel)
+        norms, changed = [], []
+        for step in range(3):
+            backward(weights, step)
+            backward(weights, step + 10)
+            norms.append(own.clip(1.0))
+            changed.append(int(own.step(0.01)))
+        assert min(changed) > 100
+        states.append({**own.state_tensors(), "norms": torch.stack(norms), "changed": torch.tensor(changed) / 237})
+    for other in states[1:]:
+        for name, whole in states[0].items():
+            torch.testing.assert_close(other[name], whole, rtol=2e-6, atol=1e-6 if name != "changed" else 0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_update_needs_memory_for_a_piece(
+    dtype: torch.dtype, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_PIECE_WEIGHTS, "cpu", 1000)
+    weights = {str(i): nn.Parameter(torch.ones(50, 1000, dtype=dtype)) for i in range(3)}
+    own = optimizer(weights)
+    with Ledger() as ledger:
+        for _ in range(micro_batches):
+            for weight in weights.values():
+                (weight * weight.detach()).sum().backward()
+        held = ledger.alive_bytes
+        assert held == 150_000 * (4 if micro_batches == 2 else dtype.itemsize)
+        ledger.restart()
+        own.clip(1.0)
+        own.step(0.01)
+    assert ledger.peak().alive_bytes < held + 30 * 1000
+    assert ledger.alive_bytes < 1000  # gradients are gone
+
+
+def test_a_bfloat16_master_takes_two_bytes() -> None:
+    weights = {"weight": nn.Parameter(torch.ones(100, 100, dtype=torch.bfloat16))}
+    with Ledger() as ledger:
+        own = optimizer(weights)
+    assert ledger.alive_bytes == 10_000 * (2 + 8)
+    assert own.count_weights() == 10_000
+
+
+def test_weights_in_another_order_of_memory() -> None:
+    ours, theirs = ({"weight": nn.Parameter(torch.arange(12.0).view(3, 4).t())} for _ in range(2))
+    own = optimizer(ours)
+    torchs = torch.optim.AdamW(theirs.values(), lr=0.01, weight_decay=0.1, fused=True)
+    for weights in (ours, theirs):
+        (weights["weight"] * torch.arange(12.0).view(4, 3)).sum().backward()
+    own.step(0.01)
+    torchs.step()
+    torch.testing.assert_close(ours["weight"], theirs["weight"], rtol=1e-6, atol=0)
 
 
 def count_changed(weights: dict[str, nn.Parameter], before: dict[str, Tensor]) -> int:
@@ -190,9 +293,18 @@ def test_small_steps_add_up_only_with_masters() -> None:
 # state
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_state_goes_on_bit_by_bit(kernel: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.float16, {}),
+        (torch.bfloat16, {"master": False}),
+        (torch.bfloat16, {"master": False, "rounding": "stochastic"}),
+    ],
+)
+def test_state_goes_on_bit_by_bit(kernel: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     def train(weights: dict[str, nn.Parameter], own: MasterAdamW, steps: range) -> None:
         for step in steps:
             own.zero_grad()
@@ -201,13 +313,13 @@ def test_state_goes_on_bit_by_bit(kernel: str, dtype: torch.dtype) -> None:
             own.step(0.01)
 
     weights = parameters(dtype)
-    own = optimizer(weights, implementation=kernel)
+    own = optimizer(weights, implementation=kernel, **options)
     train(weights, own, range(3))
     saved = {name: tensor.clone() for name, tensor in own.state_tensors().items()}
     train(weights, own, range(3, 6))
 
     resumed = {name: nn.Parameter(torch.zeros_like(weight)) for name, weight in weights.items()}
-    other = optimizer(resumed, implementation=kernel)
+    other = optimizer(resumed, implementation=kernel, **options)
     other.load_state_tensors(saved)
     train(resumed, other, range(3, 6))
     for name in SHAPES:
@@ -216,7 +328,7 @@ def test_state_goes_on_bit_by_bit(kernel: str, dtype: torch.dtype) -> None:
     assert other.state_tensors().keys() == expected.keys()
     for name, tensor in other.state_tensors().items():
         assert torch.equal(tensor, expected[name]), name
-        assert tensor.dtype == torch.float32
+        assert tensor.dtype == (dtype if "master/" in name and not options.get("master", True) else torch.float32)
 
 
 # clip

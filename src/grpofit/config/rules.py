@@ -62,6 +62,25 @@ def precision_can_learn(config: Config) -> list[Problem]:
     return problems
 
 
+def chance_has_something_to_round(config: Config) -> list[Problem]:
+    """`optim.rounding: stochastic` is for bfloat16 weights without a master: `model.master_dtype: none`."""
+    model = config.model
+    if config.optim.rounding == "nearest":
+        return []
+    fix, bfloat16 = unset_flag("optim.rounding"), model.dtype in ("auto", "bfloat16")
+    without = set_flag("model.master_dtype", "none")
+    if not bfloat16:
+        what = f"stochastic rounding is for bfloat16 weights, and 'model.dtype' is {model.dtype}"
+        why = "float32 weights need no rounding" if model.dtype == "float32" else "float16 needs a float32 master"
+        fix = f"{fix}, or {set_flag('model.dtype', 'bfloat16')} {without}"
+        return [Problem(("optim.rounding", "model.dtype"), what, why, fix)]
+    if model.master_dtype == "float32":
+        what = "stochastic rounding is for weights without a float32 master"
+        why = "with a master no update is lost, and the weight is its nearest rounding: chance would only add noise"
+        return [Problem(("optim.rounding", "model.master_dtype"), what, why, f"{fix}, or {without}")]
+    return []
+
+
 def keep_best_has_evaluations(config: Config) -> list[Problem]:
     """`run.keep_best` needs evaluations on the way: `run.eval_every` above 0."""
     if not config.run.keep_best or config.run.eval_every:
@@ -75,6 +94,7 @@ RULES: tuple[Callable[[Config], list[Problem]], ...] = (
     *ALGO_RULES,
     schedule_fits,
     precision_can_learn,
+    chance_has_something_to_round,
     keep_best_has_evaluations,
 )
 

@@ -53,8 +53,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of weights and activations. `auto`: bfloat16."""
     master_dtype: Annotated[Literal["float32", "none"], NullIsNone] = "float32"
-    """`float32` keeps a full-precision copy that the optimizer updates; `none` updates the weights as they are,
-    which at small learning rates rounds most updates away in bfloat16."""
+    """`float32` keeps full precision beside 16-bit weights, and the optimizer updates that; `none` updates the weights
+    as they are, which at small learning rates rounds most updates away in bfloat16 (see `optim.rounding`)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention implementation. `auto`: sdpa."""
     trust_remote_code: bool = False
@@ -221,8 +221,8 @@ class MemoryConfig(Section):
     generation_chunk: Units = "auto"
     """Completions sampled at once. `none`: the whole step."""
     checkpointing: Annotated[Literal["auto", "none", "selective", "full", "offload"], NullIsNone] = "auto"
-    """What backward recomputes. `selective`: attention and MLP, from the inputs of the matrix products around them;
-    `full`: whole blocks, from their inputs; `offload`: as `full`, with those inputs in host memory."""
+    """What backward recomputes, always from inputs. `selective`: norms, MLPs and eager attention; fused attention is
+    kept. `full`: whole blocks. `offload`: as `full`, with the blocks' inputs in host memory."""
     logprob_chunk_tokens: Units = "auto"
     """Completion tokens whose logits exist at once, forward and backward. `none`: all."""
     packing: Annotated[Literal["auto", "none"], NullIsNone] = "auto"

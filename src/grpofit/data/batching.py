@@ -73,7 +73,11 @@ def split_rows(lengths: Sequence[int], budget_tokens: int | None) -> list[list[i
 
 
 def pack_groups(
-    prompt_tokens: Sequence[int], completion_tokens: Sequence[int], groups: Sequence[int], budget_tokens: int | None
+    prompt_tokens: Sequence[int],
+    completion_tokens: Sequence[int],
+    groups: Sequence[int],
+    budget_tokens: int | None,
+    whole_group_tokens: int = 0,
 ) -> list[list[list[int]]]:
     """Put completions into packed rows of at most `budget_tokens`: rows of pieces of indices, longest row first.
 
@@ -84,6 +88,7 @@ def pack_groups(
     Args:
         prompt_tokens, completion_tokens: per completion, tokens that its prompt and itself take in a row.
         groups: per completion, its group; completions of a group have the same prompt.
+        whole_group_tokens: a group of up to so many tokens is not split, be it over the budget.
     """
     if budget_tokens is None:
         budget_tokens = sum(prompt_tokens) + sum(completion_tokens)
@@ -94,7 +99,7 @@ def pack_groups(
     for indices in members.values():
         size, piece = prompt_tokens[indices[0]], list[int]()
         for i in indices:
-            if piece and size + completion_tokens[i] > budget_tokens:
+            if piece and size + completion_tokens[i] > max(budget_tokens, whole_group_tokens):
                 pieces.append((size, piece))
                 size, piece = prompt_tokens[i], []
             size += completion_tokens[i]
@@ -117,6 +122,7 @@ def make_micro_batches(
     *,
     packed: bool = False,
     budget_tokens: int | None,
+    whole_group_tokens: int = 0,
     pad_token_id: int,
     mask_truncated: bool,
     device: torch.device,
@@ -127,7 +133,7 @@ def make_micro_batches(
     if packed:
         # The last token of a completion predicts nothing, so it is not in a packed row.
         inputs = [count - 1 for count in completions]
-        packing = pack_groups(prompts, inputs, [r.group for r in rollouts], budget_tokens)
+        packing = pack_groups(prompts, inputs, [r.group for r in rollouts], budget_tokens, whole_group_tokens)
         return [_packed(rollouts, pieces, mask_truncated, device) for pieces in packing]
     lengths = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     return [_plain(rollouts, rows, pad_token_id, mask_truncated, device) for rows in split_rows(lengths, budget_tokens)]

@@ -326,7 +326,7 @@ def _beside_dispatch(ledger: Ledger, mode: TorchDispatchMode) -> Iterator[None]:
 
 
 _ATEN = torch.ops.aten
-_ITEM = _ATEN._local_scalar_dense.default
+_ITEM, _LIFT = _ATEN._local_scalar_dense.default, _ATEN.lift_fresh.default
 
 # Under a dispatch mode, or on meta, autograd takes every tensor for a subclass and no longer writes in place where
 # it could: when it adds up gradients, or scatters them into zeros. The ledger must not change what it measures.
@@ -335,7 +335,6 @@ _IN_PLACE = {
     _ATEN.index_add.default: _ATEN.index_add_.default,
     _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
 }
-
 _VIEWS, _WRITTEN, _NEW = range(3)
 
 
@@ -344,10 +343,8 @@ def _operation(func: OpOverload) -> tuple[int, str, OpOverload | None]:
     """What it returns (views of what exists, arguments that it wrote to, or new tensors), name, in-place form."""
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
     returns = _NEW if not aliases else _WRITTEN if any(alias.is_write for alias in aliases) else _VIEWS
-    # Where the schema says something else: a view that autograd is to take for a copy, and the call by which the
-    # storage of `torch.tensor` first appears.
-    returns = {_ATEN._unsafe_view.default: _VIEWS, _ATEN.lift_fresh.default: _NEW}.get(func, returns)
-    return returns, str(func.overloadpacket), _IN_PLACE.get(func)
+    # By its schema `lift_fresh` gives a view, but with it the storage of a new constant first appears.
+    return _NEW if func is _LIFT else returns, str(func.overloadpacket), _IN_PLACE.get(func)
 
 
 class _Dispatch(TorchDispatchMode):
@@ -359,7 +356,7 @@ class _Dispatch(TorchDispatchMode):
         if func is _ITEM and args[0].is_meta:
             return torch.tensor(self._ledger.meta_item).to(args[0].dtype).item()
         returns, name, in_place = _operation(func)
-        if in_place is not None and _holders(args[0]) == _sole_holders():
+        if in_place is not None and _holders(args[0], args[1]) == _sole_holders():
             return in_place(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if returns != _VIEWS:
@@ -376,25 +373,28 @@ class _Dispatch(TorchDispatchMode):
             self._ledger._resize(out.untyped_storage(), out.untyped_storage().nbytes())
 
 
-def _holders(tensor: Any) -> tuple[Any, ...] | None:
-    """How many hold a dense tensor, its storage and its Python object, in the midst of a backward; else None."""
+def _holders(tensor: Any, other: Any) -> tuple[int, ...]:
+    """How many hold a tensor that `other` could be added to, its storage and its Python object; () out of backward."""
+    if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+        return ()
     storage = tensor.untyped_storage()
-    if torch._C._current_autograd_node() is None or torch.is_grad_enabled() or storage.nbytes() != tensor.nbytes:
-        return None
+    fits = not isinstance(other, Tensor) or (other.shape, other.dtype) == (tensor.shape, tensor.dtype)
+    if not fits or storage.nbytes() != tensor.nbytes:
+        return ()
     return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 @cache
-def _sole_holders() -> tuple[Any, ...]:
+def _sole_holders() -> tuple[int, ...]:
     """`_holders` of a sum of gradients that only autograd holds; the numbers differ between versions."""
     seen = []
 
     class Listen(TorchDispatchMode):
         def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(_holders(args[0]) if func in _IN_PLACE else None)
+            seen.append(_holders(args[0], args[1]) if func in _IN_PLACE else ())
             return func(*args, **(kwargs or {}))
 
     with torch.inference_mode(False), torch.enable_grad(), Listen():  # type: ignore[no-untyped-call]
         x = torch.ones(1, requires_grad=True)
         torch.autograd.grad(x.exp() + x.sin(), x)
-    return next(holders for holders in seen if holders is not None)
+    return next((holders for holders in seen if holders), (-1,))

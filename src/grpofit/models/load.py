@@ -64,6 +64,11 @@ class Policy:
         """Fills unused positions. Never looked for by value: masks are made from lengths."""
         return self.eos_token_ids[0]
 
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token, padding of the vocabulary included."""
+        return int(self.model.config.get_text_config().vocab_size)
+
     def count_parameters(self) -> int:
         """Parameters, tied weights once."""
         return sum(p.numel() for p in self.model.parameters())

@@ -10,7 +10,7 @@ each other goes through untouched, objects included. No parameter is renamed or 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -235,13 +236,46 @@ def _treats_tokens_alone(mlp: nn.Module) -> bool:
 def _tiled(
     tile_tokens: int, plain: Callable[..., Any], mlp: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    def run(tile: Tensor) -> Any:
-        return plain(mlp, tile, *args, **kwargs)
-
-    weights = [weight for weight in mlp.parameters() if weight.requires_grad]
-    marked = _TileGradients.apply(hidden, run, tile_tokens, *weights)  # type: ignore[no-untyped-call]
-    output: Tensor = _TileOutputs.apply(marked, run, tile_tokens)  # type: ignore[no-untyped-call]
+    tiles = _Tiles(plain, mlp, tile_tokens, args, kwargs)
+    marked = _TileGradients.apply(hidden, tiles, *tiles.weights())  # type: ignore[no-untyped-call]
+    output: Tensor = _TileOutputs.apply(marked, tiles)  # type: ignore[no-untyped-call]
     return output
+
+
+class _Tiles(nn.Module):
+    """An MLP that is called tile by tile, past the forward that was put in its place."""
+
+    def __init__(
+        self, plain: Callable[..., Any], mlp: nn.Module, tile_tokens: int, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self._plain, self._tokens, self._args, self._kwargs = plain, tile_tokens, args, kwargs
+
+    def weights(self) -> list[Tensor]:
+        """Those that are trained."""
+        return [weight for weight in self.parameters() if weight.requires_grad]
+
+    def forward(self, tile: Tensor) -> Tensor:
+        """[1, n, H] -> [1, n, H]."""
+        output: Tensor = self._plain(self.mlp, tile, *self._args, **self._kwargs)
+        return output
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, H] -> tiles [1, n, H]; views where `hidden` is contiguous."""
+        tiles: tuple[Tensor, ...] = hidden.reshape(1, -1, hidden.shape[-1]).split(self._tokens, dim=1)
+        return tiles
+
+    def gradients(self, tile: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
+        """Of a tile, and of the weights. Autograd is given aliases of them, or it would run the weights' own hooks."""
+        inner = tile.detach().requires_grad_()
+        aliases = {
+            name: weight.detach().requires_grad_() for name, weight in self.named_parameters() if weight.requires_grad
+        }
+        with torch.enable_grad():
+            output = functional_call(self, aliases, (inner,))
+        grads: tuple[Tensor, ...] = torch.autograd.grad(output, [inner, *aliases.values()], grad_output)
+        return grads
 
 
 class _TileGradients(torch.autograd.Function):
@@ -255,29 +289,29 @@ class _TileGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, run: Callable[[Tensor], Tensor], tile_tokens: int, *weights: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, *weights)
-        ctx.run, ctx.tile_tokens = run, tile_tokens
+    def forward(ctx: Any, hidden: Tensor, tiles: _Tiles, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, *weights)  # the weights, so that a change in between is noticed
+        ctx.tiles = tiles
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights = ctx.saved_tensors
-        tokens = _flat(hidden)
-        grad_hidden = torch.empty_like(tokens)
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
-        for tile, grad, place in zip(
-            *(_flat(t).split(ctx.tile_tokens, dim=1) for t in (hidden, grad_output, grad_hidden)), strict=True
-        ):
-            grads = _tile_gradient(ctx.run, tile, weights, grad)
-            place.copy_(grads[0])
-            _add(sums, grads[1:], one_tile=tokens.shape[1] <= ctx.tile_tokens)
+        parts = [ctx.tiles.split(tensor) for tensor in (hidden, grad_output, grad_hidden)]
+        for tile, grad, place in zip(*parts, strict=True):
+            grad_tile, *grads = ctx.tiles.gradients(tile, grad)
+            place.copy_(grad_tile)
+            if not sums:
+                wide = len(parts[0]) > 1
+                sums = [grad.to(torch.promote_types(grad.dtype, torch.float32)) if wide else grad for grad in grads]
+                continue
+            for total, added in zip(sums, grads, strict=True):
+                total.add_(added)
         return (
-            grad_hidden.view(hidden.shape) if ctx.needs_input_grad[0] else None,
-            None,
+            grad_hidden if ctx.needs_input_grad[0] else None,
             None,
             *(total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)),
         )
@@ -287,34 +321,10 @@ class _TileOutputs(torch.autograd.Function):
     """Second half of a tiled MLP: its output [B, S, H], tile by tile; keeps nothing, see `_TileGradients`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, run: Callable[[Tensor], Tensor], tile_tokens: int) -> Tensor:
-        tiles = [run(tile) for tile in _flat(hidden).split(tile_tokens, dim=1)]
-        return torch.cat(tiles, dim=1).view(hidden.shape)
+    def forward(ctx: Any, hidden: Tensor, tiles: _Tiles) -> Tensor:
+        return torch.cat([tiles(tile) for tile in tiles.split(hidden)], dim=1).view(hidden.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        return grad_output, None, None
-
-
-def _flat(hidden: Tensor) -> Tensor:
-    """[B, S, H] -> [1, B S, H]."""
-    return hidden.reshape(1, -1, hidden.shape[-1])
-
-
-def _tile_gradient(
-    run: Callable[[Tensor], Tensor], tile: Tensor, weights: list[Tensor], grad_output: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of a tile [1, n, H] and of the weights; a function of its own, so that its tensors die with it."""
-    inner = tile.detach().requires_grad_()
-    with torch.enable_grad():
-        output = run(inner)
-    return torch.autograd.grad(output, [inner, *weights], grad_output)
-
-
-def _add(sums: list[Tensor], grads: tuple[Tensor, ...], *, one_tile: bool) -> None:
-    if not sums:
-        sums += grads if one_tile else [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-        return
-    for total, grad in zip(sums, grads, strict=True):
-        total.add_(grad)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None

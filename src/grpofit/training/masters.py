@@ -121,7 +121,7 @@ class LowerBits:
         """See `Master`."""
         upper, lower = flat(self._parameter)[piece].view(torch.int16), flat(self._lower)[piece]
         bits, steps = scratch.wide[: len(lower)].view(torch.int32), scratch.bits[: len(lower)]
-        bits.copy_(upper).bitwise_left_shift_(16).add_(steps.copy_(lower))
+        torch.add(steps.copy_(lower), bits.copy_(upper), alpha=1 << 16, out=bits)
         return bits.view(torch.float32)
 
     def write(self, piece: slice, values: Tensor, scratch: Scratch, update: int) -> None:
@@ -182,5 +182,5 @@ class ByChance(Nearest):
         generator = None
         if device.type != "meta":
             generator = torch.Generator(device).manual_seed(stable_hash(*self._key, update, piece.start))
-        four = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
-        return four.view(torch.int16)[:count]
+        fours = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
+        return fours.random_(-(2**63), None, generator=generator).view(torch.int16)[:count]

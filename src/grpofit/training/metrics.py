@@ -57,6 +57,8 @@ def update_record(results: Sequence[UpdateResult], rollouts: int, lr: float) -> 
         "grad_norm": fmean(r.grad_norm for r in results),
         "learning_rate": lr,
         "trained_rows_frac": results[0].rows / rollouts,
+        "trained_tokens": sum(r.tokens for r in results),
+        "micro_batches": results[0].micro_batches,
         "weights_changed_frac": results[-1].weights_changed_frac,
     }
     for key, name in _UPDATE_NAMES.items():

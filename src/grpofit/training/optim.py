@@ -15,8 +15,9 @@ widened or copied whole, and on a CPU a piece stays in the cache from one operat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from grpofit.config import OptimConfig
 from grpofit.training.masters import Scratch, flat, make_master
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_PIECE_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 23}
+_PIECE_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Weights updated at once: on a CPU what its cache holds, on a card enough to keep it busy (12 bytes each)."""
 
 
@@ -115,7 +116,7 @@ class MasterAdamW:
         """
         scratch = self._scratch()
         norms = [
-            torch.linalg.vector_norm(self._wide(gradient.reshape(-1)[piece], scratch))
+            torch.linalg.vector_norm(self._wide(gradient.reshape(-1), piece, scratch))
             for gradient in self._gradients.values()
             for piece in scratch.pieces(gradient.numel())
         ]
@@ -135,51 +136,53 @@ class MasterAdamW:
         """
         scratch = self._scratch()
         self._updates += 1
-        changed = [
-            self._update(name, piece, lr, scratch)
-            for name, parameter in self._parameters.items()
-            for piece in scratch.pieces(parameter.numel())
-        ]
+        changed = torch.zeros((), dtype=torch.int64, device=self._device)
+        for name in self._parameters:
+            self._update(name, lr, scratch, changed)
         self.zero_grad()
-        return torch.stack(changed).sum()
+        return changed
 
-    def _update(self, name: str, piece: slice, lr: float, scratch: Scratch) -> Tensor:
-        """Update one piece of a parameter; how many of its weights took a new value."""
-        config, weights = self._config, flat(self._parameters[name])[piece]
-        values = self._masters[name].read(piece, scratch)
-        gradient = self._gradients.get(name)
-        if gradient is None:
-            wide = scratch.gradient[: len(weights)].zero_()
+    def _update(self, name: str, lr: float, scratch: Scratch, changed: Tensor) -> None:
+        """Update one parameter; adds to `changed` how many of its weights took a new value."""
+        master, weights = self._masters[name], flat(self._parameters[name])
+        averages, squares = (flat(moment) for moment in self._moments[name])
+        gradient = self._gradients.pop(name, None)
+        gradient = None if gradient is None else gradient.reshape(-1)
+        seen = weights.view(torch.int32 if weights.element_size() == 4 else torch.int16)
+        for piece in scratch.pieces(weights.numel()):
+            values = master.read(piece, scratch)
+            wide = self._wide(gradient, piece, scratch)
+            if self._factor is not None:
+                wide.mul_(self._factor)
+            before = seen[piece].clone()
+            self._adamw(values, wide, averages[piece], squares[piece], lr)
+            master.write(piece, values, scratch, self._updates)
+            changed += torch.count_nonzero(before.bitwise_xor_(seen[piece]))
+
+    def _adamw(self, values: Tensor, gradient: Tensor, average: Tensor, square: Tensor, lr: float) -> None:
+        """torch's AdamW on float32 [n], in place."""
+        config = self._config
+        settings: dict[str, Any] = {
+            "amsgrad": False, "beta1": config.betas[0], "beta2": config.betas[1], "lr": lr,
+            "weight_decay": config.weight_decay, "eps": config.eps, "maximize": False,
+        }  # fmt: skip
+        if self._kernel == "fused":
+            # The kernel below the function, whose checks take ten times as long as a small piece.
+            count = torch.full((), float(self._updates), device=values.device)
+            torch._fused_adamw_([values], [gradient], [average], [square], [], [count], **settings)
         else:
-            wide = self._wide(gradient.reshape(-1)[piece], scratch)
-            wide = wide if self._factor is None else wide.mul_(self._factor)
-        bits = torch.int32 if weights.element_size() == 4 else torch.int16
-        before = weights.view(bits).clone()
-        adamw(
-            [values],
-            [wide],
-            *([flat(moment)[piece]] for moment in self._moments[name]),
-            [],
-            [torch.full((), self._updates - 1.0, device=self._device if self._kernel == "fused" else "cpu")],
-            fused=self._kernel == "fused",
-            foreach=self._kernel == "foreach",
-            amsgrad=False,
-            beta1=config.betas[0],
-            beta2=config.betas[1],
-            lr=lr,
-            weight_decay=config.weight_decay,
-            eps=config.eps,
-            maximize=False,
-        )
-        self._masters[name].write(piece, values, scratch, self._updates)
-        return torch.count_nonzero(before.bitwise_xor_(weights.view(bits)))
+            count = torch.full((), self._updates - 1.0)  # in host memory; the function counts on
+            foreach = self._kernel == "foreach"
+            adamw([values], [gradient], [average], [square], [], [count], foreach=foreach, fused=False, **settings)
 
     @staticmethod
-    def _wide(gradient: Tensor, scratch: Scratch) -> Tensor:
-        """[n] float32, the gradient itself where it is."""
+    def _wide(gradient: Tensor | None, piece: slice, scratch: Scratch) -> Tensor:
+        """A piece of a flat gradient as float32, the same memory where it is; zeros if there is none."""
+        if gradient is None:
+            return scratch.gradient[: piece.stop - piece.start].zero_()
         if gradient.dtype == torch.float32:
-            return gradient
-        return scratch.gradient[: len(gradient)].copy_(gradient)
+            return gradient[piece]
+        return scratch.gradient[: piece.stop - piece.start].copy_(gradient[piece])
 
     @property
     def _piece_weights(self) -> int:

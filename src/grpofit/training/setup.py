@@ -107,7 +107,7 @@ def set_threads(count: int | str) -> int:
     return threads
 
 
-def step_settings(config: Config) -> StepSettings:
+def step_settings(config: Config, vocab_size: int) -> StepSettings:
     """The plain values of a step."""
     clip_low, clip_high = resolved_clips(config.algo)
     ratio = resolved_ratio(config.algo)
@@ -136,7 +136,7 @@ def step_settings(config: Config) -> StepSettings:
         mask_truncated=config.algo.mask_truncated,
         count_all_groups=config.algo.denominator == "all",
         max_grad_norm=config.optim.max_grad_norm,
-        memory=resolve_memory(config.memory),
+        memory=resolve_memory(config.memory, vocab_size),
     )
 
 
@@ -192,7 +192,7 @@ def build_evaluator(
         _task_line(task.name, train, heldout, limit),
         *task.notes,
     ]
-    engine = TransformersEngine(policy, resolve_memory(config.memory).generation_chunk)
+    engine = TransformersEngine(policy, resolve_memory(config.memory, policy.vocab_size).generation_chunk)
     evaluator = Evaluator(policy, engine, rewards, heldout.prompts, sampling_of(config), notes)
     return evaluator, train.prompts
 
@@ -201,13 +201,16 @@ def build_parts(resolved: Resolved, evaluator: Evaluator, prompts: list[Prompt],
     """Add to an evaluator what training needs."""
     config = resolved.config
     policy = evaluator.policy
-    settings = step_settings(config)
+    settings = step_settings(config, policy.vocab_size)
     reference = load_reference(config.model, resolved.base_dir, policy.device) if config.algo.beta > 0 else None
     policy.model.train()
     notes = apply_recompute(policy.model, settings.memory.checkpointing, settings.memory.mlp_tile_tokens)
     compiled, note = _compiled(config, policy)
     optimizer = MasterAdamW(
-        policy.model.named_parameters(), config.optim, master=config.model.master_dtype == "float32"
+        policy.model.named_parameters(),
+        config.optim,
+        master=config.model.master_dtype == "float32",
+        seed=config.run.seed,
     )
     return StepParts(
         policy, reference, evaluator.engine, evaluator.rewards, prompts, optimizer, settings, clock, compiled,

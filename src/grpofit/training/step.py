@@ -88,11 +88,17 @@ class StepParts:
 
 @dataclass(slots=True)
 class UpdateResult:
-    """What one optimizer update did. `metrics` cover the rows that were trained; `rows` counts them."""
+    """What one optimizer update did. `metrics` cover the rows that were trained; `rows` counts them.
+
+    `tokens` passed through the network in forward and backward, padding and repeated prompts included, in so many
+    `micro_batches`.
+    """
 
     loss: float
     grad_norm: float
     rows: int
+    tokens: int
+    micro_batches: int
     weights_changed_frac: float | None
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -174,6 +180,7 @@ def _update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[Up
             trained,
             packed=parts.packed,
             budget_tokens=settings.memory.micro_batch_tokens,
+            whole_group_tokens=settings.memory.whole_group_tokens,
             pad_token_id=parts.policy.pad_token_id,
             mask_truncated=settings.mask_truncated,
             device=parts.policy.device,
@@ -183,6 +190,7 @@ def _update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[Up
             micro_batches=len(micro_batches),
         )
         reference = [reference_logprobs(parts, batch) for batch in micro_batches]
+    tokens = sum(batch.input_ids.numel() for batch in micro_batches)
     old: list[Tensor | None] = [None] * len(micro_batches)
     results = []
     for iteration in range(settings.iterations_per_batch):
@@ -207,7 +215,7 @@ def _update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[Up
             changed = None
             if math.isfinite(loss) and math.isfinite(grad_norm):
                 changed = read_back(optimizer.step(lr))[0] / max(optimizer.count_weights(), 1)
-            results.append(UpdateResult(loss, grad_norm, len(trained), changed, metrics))
+            results.append(UpdateResult(loss, grad_norm, len(trained), tokens, len(micro_batches), changed, metrics))
             if changed is None:
                 break
     return results
