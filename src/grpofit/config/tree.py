@@ -257,7 +257,7 @@ class RunConfig(Section):
     """CPU threads of torch; resuming keeps the number, since it decides how sums round."""
     compile: Annotated[Literal["auto", "none", "layers"], NullIsNone] = "auto"
     """`layers`: torch.compile for the decoder layers in training, which changes gradients by rounding only. `auto`:
-    where the run is long enough for it to pay (on a CPU, with a C++ compiler); else none."""
+    where steps are large enough for it to pay soon (on a CPU, with a C++ compiler); else none."""
     deterministic: bool = False
     """Ask torch for deterministic kernels (on CUDA slower; the CPU is always deterministic)."""
     max_reward_error_frac: float = Field(default=0.1, ge=0, le=1)

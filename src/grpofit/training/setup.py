@@ -21,7 +21,7 @@ from grpofit.data.tasks import load_task
 from grpofit.data.verify import RewardRunner
 from grpofit.errors import ConfigError
 from grpofit.memory.settings import resolve_memory
-from grpofit.models.compiling import PAYS_FROM_TOKENS, CompiledLayers, compiler_missing
+from grpofit.models.compiling import PAYS_FROM_STEP_TOKENS, CompiledLayers, compiler_missing
 from grpofit.models.load import Policy, load_policy, load_reference
 from grpofit.models.recompute import apply_recompute
 from grpofit.rollout.transformers import TransformersEngine
@@ -223,9 +223,9 @@ def _compiled(config: Config, policy: Policy) -> tuple[CompiledLayers | None, li
     wanted, rollout = config.run.compile, config.rollout
     if wanted == "auto":
         group_tokens = rollout.max_prompt_tokens + rollout.group_size * rollout.max_completion_tokens
-        tokens = config.run.steps * config.algo.iterations_per_batch * rollout.prompts_per_step * group_tokens
+        tokens = config.algo.iterations_per_batch * rollout.prompts_per_step * group_tokens
         plain = config.memory.checkpointing != "selective" and config.memory.mlp_tile_tokens in ("auto", "none")
-        if policy.device.type != "cpu" or not plain or tokens < PAYS_FROM_TOKENS:
+        if policy.device.type != "cpu" or not plain or tokens < PAYS_FROM_STEP_TOKENS:
             return None, []
     if wanted == "none":
         return None, []
