@@ -40,12 +40,14 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
     if sampling.temperature == 0:
         ids = logits.argmax(-1)
         return ids, logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    scaled = logits.float() / sampling.temperature
+    scaled = logits.to(torch.float32, copy=True)  # from here on in place: each pass over [B, V] costs a millisecond
+    if sampling.temperature != 1:
+        scaled /= sampling.temperature
     scaled = _restrict(scaled, sampling)
-    scaled -= scaled.amax(-1, keepdim=True)
-    probabilities = scaled.exp()
-    ids, total = _inverse_cdf(probabilities, uniforms)
-    return ids, scaled.gather(-1, ids[:, None])[:, 0] - total.log()
+    largest = scaled.amax(-1)
+    ids, total = _inverse_cdf(scaled.sub_(largest[:, None]).exp_(), uniforms)
+    chosen = logits.gather(-1, ids[:, None])[:, 0].float() / sampling.temperature
+    return ids, chosen - largest - total.log()
 
 
 def _restrict(scaled: Tensor, sampling: Sampling) -> Tensor:
@@ -62,16 +64,19 @@ def _restrict(scaled: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """First index whose cumulative weight exceeds uniform x total. weights [B, V] >= 0; total [B] float32."""
+    """First index whose cumulative weight exceeds uniform x total. weights [B, V] float32 >= 0; total [B] float32."""
     rows, vocab_size = weights.shape
     spare = -vocab_size % _BLOCK
     if spare:
         weights = torch.nn.functional.pad(weights, (0, spare))
     blocks = weights.view(rows, -1, _BLOCK)
-    block_ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    # float32 within a block of 128, whose sum is off by 1e-7 at most; float64 over the many blocks. (Summing float32
+    # as float64 throughout would copy the vocabulary: as dear as all the rest.)
+    block_ends = blocks.sum(-1).to(torch.float64).cumsum(-1)
     total = block_ends[:, -1]
     target = uniforms.to(torch.float64) * total
-    block = (block_ends <= target[:, None]).sum(-1).clamp_max(blocks.shape[1] - 1)
+    # Where rounding puts the target at the total, the last block with any weight is the one.
+    block = ((block_ends <= target[:, None]) & (block_ends < total[:, None])).sum(-1)
     before = torch.where(block > 0, block_ends.gather(-1, (block - 1).clamp_min(0)[:, None])[:, 0], 0.0)
     inside = blocks[torch.arange(rows, device=weights.device), block].to(torch.float64)
     ends = inside.cumsum(-1) + before[:, None]

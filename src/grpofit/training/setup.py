@@ -186,13 +186,14 @@ def build_evaluator(
     except BaseException:
         rewards.close()
         raise
+    engine = TransformersEngine(policy, resolve_memory(config.memory, policy.vocab_size).generation_chunk)
     notes = [
         f"model: {policy.count_parameters() / 1e6:,.1f} M parameters, {policy.notes[0]}",
         *policy.notes[1:],
         _task_line(task.name, train, heldout, limit),
         *task.notes,
+        *engine.notes,
     ]
-    engine = TransformersEngine(policy, resolve_memory(config.memory, policy.vocab_size).generation_chunk)
     evaluator = Evaluator(policy, engine, rewards, heldout.prompts, sampling_of(config), notes)
     return evaluator, train.prompts
 
