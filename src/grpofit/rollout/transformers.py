@@ -108,7 +108,7 @@ class TransformersEngine:
         rows = [_Row() for _ in prompts]
         uniforms = keyed_uniforms(keys, limit).to(self._policy.device)
         logprobs = torch.zeros(len(rows), limit, device=self._policy.device)  # read once, at the end
-        decoder = self._decoder([prompt.token_ids for prompt in prompts], limit)
+        decoder = self.decoder([prompt.token_ids for prompt in prompts], limit)
         logits = decoder.logits
         alive = list(range(len(rows)))  # row of each batch entry
         index = torch.tensor(alive, device=self._policy.device)
@@ -126,7 +126,8 @@ class TransformersEngine:
             logits = decoder.step(ids)
         return [self._complete(row, values, sampling) for row, values in zip(rows, logprobs.tolist(), strict=True)]
 
-    def _decoder(self, prompts: Sequence[tuple[int, ...]], max_completion_tokens: int) -> Decoder:
+    def decoder(self, prompts: Sequence[tuple[int, ...]], max_completion_tokens: int) -> Decoder:
+        """What decodes rows with these prompts [B]."""
         if self._windows is None:
             return PlainDecoder(self._policy.model, prompts)
         return GroupDecoder(self._policy.model, self._windows, prompts, max_completion_tokens, self._runner)
