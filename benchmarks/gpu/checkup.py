@@ -119,7 +119,8 @@ def show_figures(figures: dict[str, Any]) -> None:
     """Plain numbers of a section that measures, one line each."""
     for key, value in figures.items():
         if isinstance(value, dict):
-            parts = (f"{k} {v:,.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items() if v is not None)
+            known = {k: v for k, v in value.items() if isinstance(v, int | float | str)}
+            parts = (f"{k} {v:,.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in known.items())
             print(f"  {key}: " + ", ".join(parts))
         elif isinstance(value, int | float):
             print(f"  {key} {value:,.2f}")
@@ -213,7 +214,9 @@ def finish(described: dict[str, Any], records: dict[str, Any], tiny: bool, out: 
     checks = [check for record in records.values() for check in record.get("checks", [])] + expected
     failed = [check for check in checks if not check["passed"]]
     broken = {name: record["broken"] for name, record in records.items() if "broken" in record}
-    device = described["device"].lower().replace(" ", "-") + ("-dry" if tiny else "")
+    # A run of some sections must not take the place of a whole one.
+    partial = "" if set(records) == set(SECTIONS) else "-" + "-".join(records).replace(", ", "-").replace(" ", "-")
+    device = described["device"].lower().replace(" ", "-") + ("-dry" if tiny else "") + partial
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{device}.json"
     record = {"date": time.strftime("%Y-%m-%d %H:%M"), "environment": described, "tiny": tiny}

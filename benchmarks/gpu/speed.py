@@ -197,7 +197,7 @@ def measure_decode(folder: Path, tiny: bool) -> dict[str, Any]:
                 count = side(turn)
                 rates[name].append(count / (synchronised() - started))
         found = {f"{name}_tokens_per_s": median(values[1:]) for name, values in rates.items()}
-        return {**found, "ratio": found["engine_tokens_per_s"] / found["generate_tokens_per_s"], "turns": rates}
+        return {**found, "ratio": found["engine_tokens_per_s"] / found["generate_tokens_per_s"]}
     finally:
         parts.rewards.close()
 

@@ -352,11 +352,13 @@ def test_not_finite_leaves_the_optimizer_untouched(dtype: torch.dtype, options: 
     assert not result.finite and result.weights_changed_frac is None
     assert not (torch.isfinite(torch.tensor([result.loss, result.grad_norm])).all())
     for name, tensor in optimizer.state_tensors().items():
-        assert torch.equal(tensor, before[name]), name
+        # With other lower bits an infinite weight's master reads as NaN.
+        assert torch.allclose(tensor, before[name], rtol=0, atol=0, equal_nan=True), name
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights_before[name]), name
 
     # Nothing of it is left in the gradients.
+    assert not optimizer.gradients()
     with torch.no_grad():
         weight[3, 3] = healthy
     assert all(result.finite for result in update(parts, rollouts(), OPTIM.lr))

@@ -172,14 +172,16 @@ def test_gradients_are_those_without_a_ledger():
         embedded = model.get_input_embeddings()(ids)
         embedded.retain_grad()
         embedded.register_hook(kept.append)
-        a = embedded * 3
-        parts = [a.exp(), a.sin(), a.cos()]
-        for part in parts:  # what each adds to the gradient of a
+        a, b, c = embedded * 3, embedded * 2, embedded * 5
+        parts = [b.exp(), b.sin(), b.cos()]
+        for part in parts:  # what each adds to the gradient of b
             part.grad_fn.register_hook(lambda inputs, _: kept.extend(inputs))
         shared = a + (a + sum(parts))
         shared.register_hook(kept.append)
         logits = model(inputs_embeds=embedded + 1e-3 * shared).logits
-        (logits.log_softmax(-1).gather(-1, ids[..., None]).sum() + shared[0].sum() + a[:, [0, 0, 1]].sum()).backward()
+        loss = logits.log_softmax(-1).gather(-1, ids[..., None]).sum() + shared[0].sum() + a[:, [0, 0, 1]].sum()
+        # The last sum comes first in backward: what is added to is one number, expanded.
+        (loss + c.exp().sum() + 2 * c.sum()).backward()
         return [*kept, embedded.grad, *(p.grad for p in model.parameters())]
 
     plain = gradients(build_model("llama", attn_implementation="eager"))

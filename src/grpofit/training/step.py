@@ -217,6 +217,7 @@ def _update(parts: StepParts, rollouts: Sequence[Rollout], lr: float) -> list[Up
                 changed = read_back(optimizer.step(lr))[0] / max(optimizer.count_weights(), 1)
             results.append(UpdateResult(loss, grad_norm, len(trained), tokens, len(micro_batches), changed, metrics))
             if changed is None:
+                optimizer.zero_grad()  # or they would stay through the next rollout
                 break
     return results
 
