@@ -14,6 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -61,8 +62,6 @@ _TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 512, "num_hidden_layers": 2,
 }  # fmt: skip
-# Auto classes choose a tokenizer by architecture, whatever the folder holds; the words here are not those.
-loading.AutoTokenizer = PreTrainedTokenizerFast  # type: ignore[attr-defined, assignment]
 _SPECIAL = {"<pad>": 0, "<eos>": 1}
 _FIRST_WORD = 2
 _MAX_PROMPT_TOKENS = 2048
@@ -154,7 +153,9 @@ def open_parts(folder: Path, prompts: Path, rollout: Mapping[str, int], override
     }
     resolved = load(config, overrides)
     set_threads(resolved.config.run.threads)
-    evaluator, chosen = build_evaluator(resolved, choose_device(resolved.config.run.device))
+    # Auto classes choose a tokenizer by architecture, whatever the folder holds; the words here are not those.
+    with patch.object(loading, "AutoTokenizer", PreTrainedTokenizerFast):
+        evaluator, chosen = build_evaluator(resolved, choose_device(resolved.config.run.device))
     return build_parts(resolved, evaluator, chosen, Clock())
 
 

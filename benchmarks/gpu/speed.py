@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from arch import ARCHITECTURES, made_up_rollouts, make_folder, open_parts, write_prompts
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PrinterCallback
 
 from grpofit.training.step import collect, rollout_keys, update
 
@@ -105,6 +105,7 @@ def measure_trl(folder: Path, tiny: bool, *, liger: bool = False) -> dict[str, A
     stopwatch.wrap(trainer, "_generate_and_score_completions", "rollout")
     callback = vs_trl_theirs.StepRecords(stopwatch)
     trainer.add_callback(callback)
+    trainer.remove_callback(PrinterCallback)
     reset()
     trainer.train()
     rows = counts["prompts_per_step"] * counts["group_size"]
