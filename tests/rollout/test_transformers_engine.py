@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from families import EOS_ID, family, policy_of, random_prompt
+from families import EOS_ID, FAMILIES, family, policy_of, random_prompt
+from reference import MANY_EOS, ReplayRunner, sample_plainly
 
 from grpofit.data.batching import make_micro_batches
 from grpofit.models.head import token_logprobs
 from grpofit.models.load import Policy
+from grpofit.rollout import decode
 from grpofit.rollout.transformers import TransformersEngine
 from grpofit.types import Completion, FinishReason, Prompt, Rollout, RolloutKey, Sampling
 
@@ -20,8 +22,6 @@ PROMPTS = [random_prompt(i, length) for i, length in enumerate((3, 11, 1, 6))]
 ROWS = [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)]
 KEYS = [RolloutKey(7, 0, p.row_id, i % GROUP_SIZE) for i, p in enumerate(ROWS)]
 SAMPLING = Sampling(max_completion_tokens=14, temperature=0.9)
-# One token in ten ends a completion: rows finish all along the way, and are dropped from the batch in several steps.
-MANY_EOS = (*range(0, EOS_ID, 10), EOS_ID)
 
 
 def tiny_policy(name: str = "llama tied", eos_token_ids: Sequence[int] = MANY_EOS) -> Policy:
@@ -47,13 +47,59 @@ def assert_same(got: Sequence[Completion], expected: Sequence[Completion]) -> No
         )
 
 
-@pytest.mark.parametrize("name", ["llama tied", "gemma3", "gpt2"])
-def test_batch_shape_does_not_change_a_completion(name: str) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_completions_are_the_plain_ones(name: str) -> None:
+    # Ragged prompts, some longer than the windows; chunks that cut groups apart; rows leaving at all times.
     policy = tiny_policy(name)
+    expected = [sample_plainly(policy, prompt, key, SAMPLING) for prompt, key in zip(ROWS, KEYS, strict=True)]
+    assert len({len(ids) for ids, _, _ in expected}) > 4, "too easy a batch"
+    for chunk_rows in (None, 5):
+        for row, completion in enumerate(generate(policy, chunk_rows=chunk_rows)):
+            ids, logprobs, finish = expected[row]
+            assert (completion.token_ids, completion.finish) == (ids, finish)
+            assert completion.sampler_logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("frac", [0.0, 0.9])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_when_rows_leave_does_not_change_a_completion(
+    frac: float, replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 0: whenever one has finished, keys moved as often; 0.9: hardly ever.
+    policy = tiny_policy()
+    expected = generate(policy)
+    monkeypatch.setattr(decode, "_DROP_AT_FRAC", frac)
+    monkeypatch.setattr(decode, "_DROP_AT_FRAC_STATIC", frac)
+    monkeypatch.setattr(decode, "_SHRINK_AT_FRAC", 1.0)
+    runner = ReplayRunner()
+    engine = TransformersEngine(policy, None, runner=runner if replayed else None)
+    runner.replays = 0
+    assert_same(engine.generate(ROWS, KEYS, SAMPLING), expected)
+    # Few rows of the same shape follow each other where they leave at once.
+    assert (runner.replays > 8) == (replayed and frac > 0)
+    assert_same(engine.generate(ROWS[:4], KEYS[:4], SAMPLING), expected[:4])  # nothing of the first rollout is left
+
+
+@pytest.mark.parametrize("sampling", [
+    Sampling(max_completion_tokens=8, temperature=1.3, top_k=7),
+    Sampling(max_completion_tokens=8, top_p=0.6),
+    Sampling(max_completion_tokens=1),
+    Sampling(max_completion_tokens=2, temperature=0.0),
+])  # fmt: skip
+def test_every_kind_of_sampling(sampling: Sampling) -> None:
+    policy = tiny_policy("qwen3")
+    for row, completion in enumerate(generate(policy, ROWS[:6], KEYS[:6], sampling)):
+        ids, logprobs, finish = sample_plainly(policy, ROWS[row], KEYS[row], sampling)
+        assert (completion.token_ids, completion.finish) == (ids, finish)
+        assert completion.sampler_logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_batch_shape_does_not_change_a_completion() -> None:
+    policy = tiny_policy()
     expected = generate(policy)
     lengths = [len(c.token_ids) for c in expected]
     assert len(set(lengths)) > 4 and {c.finish for c in expected} == set(FinishReason), "too easy a batch"
-    for chunk_rows in (1, 5) if name == "llama tied" else (5,):
+    for chunk_rows in (1, 5):
         assert_same(generate(policy, chunk_rows=chunk_rows), expected)
 
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(3)).tolist()
@@ -209,6 +255,7 @@ def test_progress_may_abandon_the_rollout() -> None:
     with pytest.raises(KeyboardInterrupt):
         TransformersEngine(policy, 5).generate(ROWS, KEYS, SAMPLING, progress)
     assert policy.model.training
+    assert policy.model.config._attn_implementation == "sdpa"
     assert_same(generate(policy), expected)
 
 

@@ -3,12 +3,12 @@
 Owns how keys and values lie in memory, the attention over them, and how transformers is made to call it. Must not
 know how tokens are drawn, nor when a row is finished.
 
-Values of `P` prompts lie in [P, K, S, D] (K: KV heads, S: longest prompt, padded on the right, D: head dimension).
-Completions lie in slots: [P, K, R, T, D], R slots for each prompt, T the most tokens a completion can have. Keys lie
-transposed, [.., D, S] and [.., D, T], which is how the products read them (half their time on a CPU). All rows of a
-batch are at the same completion token, so one number, `step`, says where the next one goes. A row of the batch is a
-completion still being sampled; which slot it has is two index tensors, so that finished rows leave the batch without
-a copy of any key.
+Keys of `P` prompts lie in [P, K, D, S] and values in [P, K, S, D] (K: KV heads, S: longest prompt, padded on the
+right, D: head dimension). Completions lie in slots, both in [T, P, K, R, D]: R slots for each prompt, T the most
+tokens a completion can have. Tokens come first, so that a step writes one block and reads what was written as one.
+All rows of a batch are at the same completion token: one number, `step`, says where the next one goes. A row of the
+batch is a completion still being sampled; which slot it has is two index tensors, so that finished rows leave the
+batch without a copy of any key.
 """
 
 from __future__ import annotations
@@ -106,19 +106,26 @@ class GroupCache(Cache):
             layer.prompt_keys[self.prefilling, :, :, new] = key_states.transpose(2, 3)
             layer.prompt_values[self.prefilling, :, new] = value_states
         else:
-            layer.keys[..., self.place] = self._to_slots(key_states).transpose(1, 2)[..., None]
-            layer.values[..., self.place, :] = self._to_slots(value_states).transpose(1, 2)[..., None, :]
+            self._write(layer.keys, key_states)
+            self._write(layer.values, value_states)
         return key_states, value_states
 
     def _allocate(self, layer: _Layer, keys: Tensor, values: Tensor) -> None:
         # Zeros, since what no token was written to is multiplied by a weight of 0, and 0 times NaN is NaN.
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(self.prompts, keys.shape[1], *shape, dtype=self.dtype, device=keys.device)
+            return torch.zeros(shape, dtype=self.dtype, device=keys.device)
 
-        layer.prompt_keys = zeros(keys.shape[-1], self.longest)
-        layer.prompt_values = zeros(self.longest, values.shape[-1])
-        layer.keys = zeros(self.slots, keys.shape[-1], self.tokens)
-        layer.values = zeros(self.slots, self.tokens, values.shape[-1])
+        heads, key_dim, value_dim = keys.shape[1], keys.shape[-1], values.shape[-1]
+        layer.prompt_keys = zeros(self.prompts, heads, key_dim, self.longest)
+        layer.prompt_values = zeros(self.prompts, heads, self.longest, value_dim)
+        layer.keys = zeros(self.tokens, self.prompts, heads, self.slots, key_dim)
+        layer.values = zeros(self.tokens, self.prompts, heads, self.slots, value_dim)
+
+    def _write(self, buffer: Tensor, states: Tensor) -> None:
+        """Put one token's keys or values [B, K, 1, D] at its place in [T, P, K, R, D]."""
+        new = self._to_slots(states).transpose(1, 2)[None]
+        # A slice converts while it copies; an index tensor wants the dtype right.
+        buffer[self.place] = new if isinstance(self.place, slice) else new.to(self.dtype)
 
     def _to_slots(self, states: Tensor) -> Tensor:
         """[B, heads, 1, D] -> [P, R, heads, D]."""
@@ -137,14 +144,15 @@ class GroupCache(Cache):
             [B, 1, H, D of the values], in the query's dtype.
         """
         layer = self._current
-        heads = layer.keys.shape[1]
+        heads = layer.keys.shape[2]
         share, dim = query.shape[1] // heads, query.shape[-1]  # so many query heads share a KV head
         # The queries of a group, and of the heads that share a KV head, are the rows of one product with the prompt.
         by_prompt = (self.prompts * heads, self.slots * share)
         by_slot = (self.prompts * heads * self.slots, share)
         slots = self._to_slots(query).view(self.prompts, self.slots, heads, share, dim).transpose(1, 2)
         q = _laid_out(slots, self.dtype)
-        keys, values = layer.keys.flatten(0, 2)[..., : self.extent], layer.values.flatten(0, 2)[:, : self.extent]
+        keys = layer.keys[: self.extent].flatten(1, 3).permute(1, 2, 0)
+        values = layer.values[: self.extent].flatten(1, 3).transpose(0, 1)
 
         to_prompt = torch.bmm(q.view(*by_prompt, dim), layer.prompt_keys.flatten(0, 1))
         to_completion = torch.bmm(q.view(*by_slot, dim), keys)
@@ -204,9 +212,9 @@ class GroupCache(Cache):
         for layer in self._kv:
             if len(prompts) < self.prompts:
                 layer.prompt_keys, layer.prompt_values = layer.prompt_keys[chosen], layer.prompt_values[chosen]
-            # [P', R', K, ..] -> [P', K, R', ..]
-            layer.keys = layer.keys[chosen[:, None], :, inside].transpose(1, 2).contiguous()
-            layer.values = layer.values[chosen[:, None], :, inside].transpose(1, 2).contiguous()
+            # [P', R', T, K, D] -> [T, P', K, R', D]
+            layer.keys = layer.keys[:, chosen[:, None], :, inside].permute(2, 0, 3, 1, 4).contiguous()
+            layer.values = layer.values[:, chosen[:, None], :, inside].permute(2, 0, 3, 1, 4).contiguous()
         self.lengths, self.prompts, self.slots = self.lengths[chosen], len(prompts), inside.shape[1]
 
     # What the models' own code asks a cache.

@@ -23,6 +23,10 @@ from grpofit.rollout.runner import Runner
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens the model reads at once: enough to keep any card busy, little next to a training step's memory."""
+_DROP_AT_FRAC = 0.125
+"""Finished rows leave the batch when this share of it has finished; leaving costs next to nothing."""
+_DROP_AT_FRAC_STATIC = 0.5
+"""The same where each new number of rows is captured as another graph."""
 _SHRINK_AT_FRAC = 0.75
 """Freeing the keys of rows that left costs a copy of the others, so it waits until at most this share is needed."""
 
@@ -62,8 +66,7 @@ class GroupDecoder:
     ) -> None:
         """`prompts`: of each row [B]; `windows`: of each layer, from `attention_windows`."""
         self._model, self._runner, self._device = model, runner, model.device
-        # Each drop captures a graph anew; without one it costs next to nothing.
-        self.drop_at_frac = 0.5 if runner.static else 0.125
+        self.drop_at_frac = _DROP_AT_FRAC_STATIC if runner.static else _DROP_AT_FRAC
         distinct, self._slots, self._slot_of_row = _arrange(prompts)
         self._cache = GroupCache(
             windows,
@@ -137,7 +140,12 @@ class GroupDecoder:
 
     def _call(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         logits: Tensor = self._model(
-            input_ids=input_ids, position_ids=position_ids, past_key_values=self._cache, use_cache=True
+            input_ids=input_ids,
+            # Every token counts. Without a mask some models look for padding, which a graph cannot hold.
+            attention_mask=torch.ones_like(input_ids, dtype=torch.bool),
+            position_ids=position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
         ).logits
         return logits[:, -1]
 
@@ -190,7 +198,7 @@ def _arrange(prompts: Sequence[TokenIds]) -> tuple[list[TokenIds], int, list[int
 class PlainDecoder:
     """Transformers' own cache, mask and attention. Padding on the left."""
 
-    drop_at_frac = 0.125
+    drop_at_frac = _DROP_AT_FRAC
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[TokenIds]) -> None:
         """`prompts`: of each row [B]."""
