@@ -199,6 +199,25 @@ def test_one_chunk_of_logits_at_a_time_forward_and_backward(
     assert plain.most_rows == N  # so that the counts above mean something
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_within_a_chunk_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, ids, bias = inputs(dtype, with_bias=True)
+    assert bias is not None
+    options: dict[str, Any] = {"bias": bias, "softcap": 3.0, "with_entropy": True, "entropy_gradient": True}
+
+    def run() -> list[Tensor]:
+        logprobs, entropy = chunked_logprobs(hidden, weight, ids, temperature=0.9, chunk_tokens=5, **options)
+        assert entropy is not None
+        total = logprobs.square().sum() + entropy.square().sum()
+        return [logprobs, entropy, *torch.autograd.grad(total, [hidden, weight, bias])]
+
+    whole = run()
+    monkeypatch.setattr("grpofit.algo.logprobs._CPU_BLOCK_BYTES", 2 * V * 4)  # blocks of 2, 2 and 1 of 5 rows
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2  # the bias's sum adds up in another order
+    for actual, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
 def test_a_frozen_weight_costs_no_gradient() -> None:
     hidden, weight, ids, _ = inputs(torch.float32)
     weight = weight.detach()

@@ -6,6 +6,7 @@ and the head's weight. Temperature divides the logits, never the logprobs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch.autograd.function import once_differentiable
 _PRODUCT_ROWS = 4096
 """Vocabulary rows of the weight's gradient multiplied at once, where the product must be widened before it is added:
 whole, the product and its wide copy would be two more [V, H], and on a CPU three times slower (out of cache)."""
+_CPU_BLOCK_BYTES, _BLOCK_BYTES = 1 << 20, 64 << 20
+"""Float32 logits worked on at once. On a CPU the passes over a block stay in the cache; elsewhere a block is small
+beside a chunk and still large enough to fill the device."""
 
 
 def logprobs_from_logits(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
@@ -73,9 +77,9 @@ def chunked_logprobs(
 
     The distribution is softmax(f(scale (hidden weight^T + bias)) / temperature) with f(z) = softcap tanh(z / softcap),
     or f(z) = z without a softcap. At most `chunk_tokens` x V logits exist at any moment, in forward and in backward,
-    which computes them again: one float32 buffer, one in the model's dtype unless that is float32, and one more float32
-    for entropies (in backward: for their gradient) and in backward for a softcap. In between, two or three numbers a
-    token are kept.
+    which computes them again: one buffer in the model's dtype, of which a block of rows at a time is widened to float32
+    (up to three such blocks for entropies, their gradient and a softcap). In between, two or three numbers a token are
+    kept.
 
     Written as an autograd function rather than with activation checkpointing for two reasons. A checkpointed chunk
     adds its gradient to the weight's in the weight's own dtype: in bfloat16 that loses bits with every chunk, here
@@ -114,9 +118,8 @@ class _Head:
         self.scale, self.softcap, self.temperature = scale, softcap, temperature
         self.slope = scale / temperature  # d logits / d raw, where the softcap does not bend it
 
-    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[n, V] logits over temperature, in float32 at least; the tensor is new, callers may write to it."""
-        raw = F.linear(hidden, weight, bias)
+    def __call__(self, raw: Tensor) -> Tensor:
+        """[n, V] logits over temperature, in float32 at least; callers may write to it, and then `raw` is gone."""
         logits = raw.to(_compute_dtype(raw))
         if self.softcap is not None:
             return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
@@ -129,8 +132,17 @@ class _Head:
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
 
-def _chunk_statistics(logits: Tensor, token_ids: Tensor, with_entropy: bool) -> list[Tensor]:
-    """Of a chunk [n, V] (written over): chosen logprobs, both parts of the normaliser and perhaps entropies, each [n].
+def _blocks(rows: slice, raw: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of a chunk `raw` [n, V], which stands for `rows` of all tokens: their rows of all, and their logits."""
+    block_bytes = _CPU_BLOCK_BYTES if raw.device.type == "cpu" else _BLOCK_BYTES
+    size = max(block_bytes // (4 * raw.shape[1]), 1)
+    for start in range(0, raw.shape[0], size):
+        block = raw[start : start + size]
+        yield slice(rows.start + start, rows.start + start + block.shape[0]), block
+
+
+def _block_statistics(logits: Tensor, token_ids: Tensor, with_entropy: bool) -> list[Tensor]:
+    """Of a block [n, V] (written over): chosen logprobs, both parts of the normaliser and perhaps entropies, each [n].
 
     The normaliser stays in two parts, largest logit and log of the rest: their sum would round away the last digits.
     """
@@ -146,7 +158,7 @@ def _chunk_statistics(logits: Tensor, token_ids: Tensor, with_entropy: bool) -> 
     return statistics
 
 
-def _chunk_gradient(
+def _block_gradient(
     logits: Tensor,
     bend: Tensor | None,
     token_ids: Tensor,
@@ -156,7 +168,7 @@ def _chunk_gradient(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of a chunk's raw logits [n, V], written over `logits`; the other tensors are [n] but `bend`."""
+    """Gradient of a block's raw logits [n, V], written over `logits`; the other tensors are [n] but `bend`."""
     grad = logits.sub_(largest.unsqueeze(-1)).sub_(log_sum.unsqueeze(-1))
     if entropy is None or grad_entropy is None:
         grad.exp_().mul_(-grad_logprobs.unsqueeze(-1))
@@ -189,11 +201,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         n = hidden.shape[0]
         columns = [hidden.new_empty(n, dtype=_compute_dtype(hidden)) for _ in range(4 if with_entropy else 3)]
+
+        def fill(rows: slice) -> None:  # a function, so that a chunk is gone before the next one is computed
+            for block, raw in _blocks(rows, F.linear(hidden[rows], weight, bias)):
+                statistics = _block_statistics(head(raw), token_ids[block], with_entropy)
+                for column, values in zip(columns, statistics, strict=True):
+                    column[block] = values
+
         for start in range(0, n, chunk):
-            rows = slice(start, start + chunk)
-            statistics = _chunk_statistics(head(hidden[rows], weight, bias), token_ids[rows], with_entropy)
-            for column, values in zip(columns, statistics, strict=True):
-                column[rows] = values
+            fill(slice(start, start + chunk))
         logprobs, largest, log_sum = columns[:3]
         entropy = columns[3] if with_entropy else None
         ctx.save_for_backward(hidden, weight, bias, token_ids, largest, log_sum, entropy)
@@ -217,20 +233,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=largest.dtype) if needs_bias else None
 
         def logit_gradient(rows: slice) -> Tensor:
-            logits = ctx.head(hidden[rows], weight, bias)
-            grad = _chunk_gradient(
-                logits,
-                ctx.head.bend(logits),
-                token_ids[rows],
-                largest[rows],
-                log_sum[rows],
-                grads[rows],
-                None if entropy is None else entropy[rows],
-                None if entropy_grads is None else entropy_grads[rows],
-            )
-            if grad_bias is not None:
-                grad_bias.add_(grad.sum(0))
-            return grad.to(hidden.dtype)
+            raw = F.linear(hidden[rows], weight, bias)
+            for block, part in _blocks(rows, raw):
+                logits = ctx.head(part)
+                grad = _block_gradient(
+                    logits,
+                    ctx.head.bend(logits),
+                    token_ids[block],
+                    largest[block],
+                    log_sum[block],
+                    grads[block],
+                    None if entropy is None else entropy[block],
+                    None if entropy_grads is None else entropy_grads[block],
+                )
+                if grad_bias is not None:
+                    grad_bias.add_(grad.sum(0))
+                part.copy_(grad)
+            return raw
 
         for start in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
