@@ -152,6 +152,14 @@ BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model.attention": "flash_attention_2", "run.device": "cpu"},
         ("model.attention", "run.device"),
     ),
+    "compiled layers, selective": (
+        {"run.compile": "layers", "memory.checkpointing": "selective"},
+        ("run.compile", "memory.checkpointing"),
+    ),
+    "compiled layers, MLP tiles": (
+        {"run.compile": "layers", "memory.mlp_tile_tokens": 512},
+        ("run.compile", "memory.mlp_tile_tokens"),
+    ),
     "stochastic rounding with a master": (
         {"optim.rounding": "stochastic"},
         ("optim.rounding", "model.master_dtype"),
@@ -192,6 +200,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "falling rate": {"optim.min_lr_frac": 0.1, "optim.schedule": "cosine"},
     "no averages": {"optim.betas": [0.0, 0.0]},
     "float16 with masters": {"model.dtype": "float16"},
+    "compiled layers, full": {"run.compile": "layers", "memory.checkpointing": "full"},
     "stochastic rounding": {"optim.rounding": "stochastic", "model.master_dtype": None},
     "flash attention": {"model.attention": "flash_attention_2", "model.dtype": "bfloat16"},
     "keep_best": {"run.keep_best": True},

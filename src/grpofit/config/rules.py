@@ -81,6 +81,24 @@ def chance_has_something_to_round(config: Config) -> list[Problem]:
     return []
 
 
+def whole_layers_can_be_compiled(config: Config) -> list[Problem]:
+    """`run.compile: layers` without parts of a layer that recompute on their own: `selective`, MLP tiles."""
+    if config.run.compile != "layers":
+        return []
+    cut = {
+        "memory.checkpointing": config.memory.checkpointing == "selective",
+        "memory.mlp_tile_tokens": config.memory.mlp_tile_tokens not in ("auto", "none"),
+    }
+    what = "'run.compile: layers' compiles a layer whole, and {} recomputes a part of it"
+    why = "the compiler would stop at every such part: slower than no compiling"
+    fix = f"{set_flag('run.compile', 'none')}, or {{}}"
+    return [
+        Problem(("run.compile", key), what.format(f"'{key}'"), why, fix.format(unset_flag(key)))
+        for key, is_cut in cut.items()
+        if is_cut
+    ]
+
+
 def keep_best_has_evaluations(config: Config) -> list[Problem]:
     """`run.keep_best` needs evaluations on the way: `run.eval_every` above 0."""
     if not config.run.keep_best or config.run.eval_every:
@@ -95,6 +113,7 @@ RULES: tuple[Callable[[Config], list[Problem]], ...] = (
     schedule_fits,
     precision_can_learn,
     chance_has_something_to_round,
+    whole_layers_can_be_compiled,
     keep_best_has_evaluations,
 )
 

@@ -24,6 +24,11 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """Largest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # getrusage would also count what the process that started this one held
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
