@@ -74,10 +74,12 @@ def run_ours(work: Work, folder: Path, *, threads: int, overrides: Sequence[str]
         command += ["--set", override]
     try:
         ran = run_watched(command, folder / "grpofit.log", {"OMP_NUM_THREADS": str(threads)})
+        records = _records(run_dir)
+        several = any(record["logs"]["micro_batches"] > 1 for record in records)
         return {
             "settings": _settings(run_dir, threads, overrides),
-            "state_bytes": _state_bytes(run_dir),
-            "records": _records(run_dir),
+            "state_bytes": _state_bytes(run_dir, several),
+            "records": records,
             "peak_rss_bytes": ran.peak_bytes,
             "helpers_bytes": ran.helpers_bytes,
             "wall_s": ran.wall_s,
@@ -146,18 +148,18 @@ def _settings(run_dir: Path, threads: int, overrides: Sequence[str]) -> dict[str
     }
 
 
-def _state_bytes(run_dir: Path) -> dict[str, int]:
-    """Weights in their dtype; master and moments as the checkpoint holds them; gradients in the master's dtype."""
+def _state_bytes(run_dir: Path, several_micro_batches: bool) -> dict[str, int]:
+    """As the optimizer holds them: weights in their dtype; the bytes that a float32 master adds to them and two float32
+    moments; gradients in the weights' dtype, in float32 where a step had several micro batches."""
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*/*.safetensors")
-    sizes: dict[str, int] = {}
     with safe_open(checkpoint, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            kind = name.split("/", 1)[0]
-            sizes[kind] = sizes.get(kind, 0) + file.get_tensor(name).nbytes
-    weights = sum(path.stat().st_size for path in (run_dir / "final").glob("*.safetensors"))
-    moments = sizes["exp_avg"] + sizes["exp_avg_sq"]
-    mastered = load(run_dir / "config.yaml").config.model.master_dtype == "float32" and sizes["master"] > weights
-    return {"weights": weights, "gradients": sizes["master"], "optimizer": moments + sizes["master"] * mastered}
+        moments = [name for name in file.keys() if name.startswith("exp_avg_sq/")]  # noqa: SIM118 - not a mapping
+        count = sum(file.get_tensor(name).numel() for name in moments)
+    model = load(run_dir / "config.yaml").config.model
+    of_weight = 4 if model.dtype == "float32" else 2
+    of_master = {"float32": 0, "float16": 4}.get(model.dtype, 2) if model.master_dtype == "float32" else 0
+    of_gradient = 4 if several_micro_batches else of_weight
+    return {"weights": of_weight * count, "gradients": of_gradient * count, "optimizer": (8 + of_master) * count}
 
 
 def model_size(model: Path) -> ModelSize:
