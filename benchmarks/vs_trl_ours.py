@@ -6,6 +6,7 @@ Owns the configuration of the run and what its records mean. Must not know TRL.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -154,7 +155,7 @@ def _state_bytes(run_dir: Path, several_micro_batches: bool) -> dict[str, int]:
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*/*.safetensors")
     with safe_open(checkpoint, "pt") as file:
         moments = [name for name in file.keys() if name.startswith("exp_avg_sq/")]  # noqa: SIM118 - not a mapping
-        count = sum(file.get_tensor(name).numel() for name in moments)
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in moments)
     model = load(run_dir / "config.yaml").config.model
     of_weight = 4 if model.dtype == "float32" else 2
     of_master = {"float32": 0, "float16": 4}.get(model.dtype, 2) if model.master_dtype == "float32" else 0

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from grpofit.memory.monitor import high_water_bytes
+
 _LOOK_EVERY_S = 0.1
 _ERROR_LINES = 15
 
@@ -89,12 +91,6 @@ class _TreeWatcher(threading.Thread):
                 for process in self._root.children(recursive=True):
                     with suppress(psutil.Error):
                         helpers += process.memory_info().rss
-                self.peak_bytes = max(self.peak_bytes, self._root.memory_info().rss + helpers, self._high_water_bytes())
+                alone = high_water_bytes(self._root.pid)
+                self.peak_bytes = max(self.peak_bytes, self._root.memory_info().rss + helpers, alone)
             self.helpers_bytes = max(self.helpers_bytes, helpers)
-
-    def _high_water_bytes(self) -> int:
-        with suppress(OSError):
-            for line in Path(f"/proc/{self._root.pid}/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return 0

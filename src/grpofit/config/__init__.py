@@ -6,7 +6,13 @@ part of the product: the command line and every reader of a run directory load i
 
 from grpofit.config.catalog import RecipeInfo, recipe_text, recipes
 from grpofit.config.resolve import Resolved, load
-from grpofit.config.rules import check_model_limits, resolved_clips, resolved_ratio, resume_conflicts
+from grpofit.config.rules import (
+    check_model_limits,
+    keys_that_cut_layers,
+    resolved_clips,
+    resolved_ratio,
+    resume_conflicts,
+)
 from grpofit.config.tree import (
     AlgoConfig,
     Config,
@@ -34,6 +40,7 @@ __all__ = [
     "Section",
     "TaskConfig",
     "check_model_limits",
+    "keys_that_cut_layers",
     "load",
     "recipe_text",
     "recipes",

@@ -14,11 +14,19 @@ from typing import Any
 from grpofit.config.problems import Problem, set_flag, unset_flag
 from grpofit.config.rules_algo import ALGO_RULES, resolved_clips, resolved_ratio
 from grpofit.config.rules_task import TASK_RULES
-from grpofit.config.tree import Config
+from grpofit.config.tree import Config, MemoryConfig
 from grpofit.config.yaml import dotted, leaves
 from grpofit.errors import ConfigError
 
-__all__ = ["RULES", "check", "check_model_limits", "resolved_clips", "resolved_ratio", "resume_conflicts"]
+__all__ = [
+    "RULES",
+    "check",
+    "check_model_limits",
+    "keys_that_cut_layers",
+    "resolved_clips",
+    "resolved_ratio",
+    "resume_conflicts",
+]
 
 _RESUME_MAY_CHANGE = re.compile(
     r"memory\..*|run\.(steps|eval_every|eval_pass_k|checkpoint_every|keep_last|keep_best|max_\w+|trackers)"
@@ -81,22 +89,26 @@ def chance_has_something_to_round(config: Config) -> list[Problem]:
     return []
 
 
+def keys_that_cut_layers(memory: MemoryConfig) -> list[str]:
+    """The keys that make parts of a layer recompute on their own, so that it cannot be compiled whole."""
+    cuts = {
+        "memory.checkpointing": memory.checkpointing == "selective",
+        "memory.mlp_tile_tokens": memory.mlp_tile_tokens not in ("auto", "none"),
+    }
+    return [key for key, cut in cuts.items() if cut]
+
+
 def whole_layers_can_be_compiled(config: Config) -> list[Problem]:
     """`run.compile: layers` without parts of a layer that recompute on their own: `selective`, MLP tiles."""
+    problems: list[Problem] = []
     if config.run.compile != "layers":
-        return []
-    cut = {
-        "memory.checkpointing": config.memory.checkpointing == "selective",
-        "memory.mlp_tile_tokens": config.memory.mlp_tile_tokens not in ("auto", "none"),
-    }
-    what = "'run.compile: layers' compiles a layer whole, and {} recomputes a part of it"
-    why = "the compiler would stop at every such part: slower than no compiling"
-    fix = f"{set_flag('run.compile', 'none')}, or {{}}"
-    return [
-        Problem(("run.compile", key), what.format(f"'{key}'"), why, fix.format(unset_flag(key)))
-        for key, is_cut in cut.items()
-        if is_cut
-    ]
+        return problems
+    for key in keys_that_cut_layers(config.memory):
+        what = f"'run.compile: layers' compiles a layer whole, and '{key}' recomputes a part of it"
+        why = "the compiler would stop at every such part: slower than no compiling"
+        fix = f"{set_flag('run.compile', 'none')}, or {unset_flag(key)}"
+        problems.append(Problem(("run.compile", key), what, why, fix))
+    return problems
 
 
 def keep_best_has_evaluations(config: Config) -> list[Problem]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,13 +24,20 @@ def rss_bytes() -> int:
     return int(statm.read_text().split()[1]) * resource.getpagesize()
 
 
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # getrusage would also count what the process that started this one held
-        for line in status.read_text().splitlines():
+def high_water_bytes(pid: int | Literal["self"]) -> int:
+    """Largest resident memory of a process so far; 0 where /proc does not tell, or the process is gone."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    return 0
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    if peak := high_water_bytes("self"):
+        return peak
+    # This also counts what the process that started this one held.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -15,7 +15,14 @@ import torch
 import transformers
 
 from grpofit.algo.losses import LossSpec
-from grpofit.config import Config, Resolved, check_model_limits, resolved_clips, resolved_ratio
+from grpofit.config import (
+    Config,
+    Resolved,
+    check_model_limits,
+    keys_that_cut_layers,
+    resolved_clips,
+    resolved_ratio,
+)
 from grpofit.data.prompts import PromptSet, build_prompts
 from grpofit.data.tasks import load_task
 from grpofit.data.verify import RewardRunner
@@ -225,8 +232,7 @@ def _compiled(config: Config, policy: Policy) -> tuple[CompiledLayers | None, li
     if wanted == "auto":
         group_tokens = rollout.max_prompt_tokens + rollout.group_size * rollout.max_completion_tokens
         tokens = config.algo.iterations_per_batch * rollout.prompts_per_step * group_tokens
-        plain = config.memory.checkpointing != "selective" and config.memory.mlp_tile_tokens in ("auto", "none")
-        if policy.device.type != "cpu" or not plain or tokens < PAYS_FROM_STEP_TOKENS:
+        if policy.device.type != "cpu" or keys_that_cut_layers(config.memory) or tokens < PAYS_FROM_STEP_TOKENS:
             return None, []
     if wanted == "none":
         return None, []
