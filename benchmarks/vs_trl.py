@@ -297,8 +297,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     torch.set_num_threads(arguments.threads)
+    given = {key: value for key, value in vars(arguments).items() if key not in ("json", "keep", "trl_from")}
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"), "arguments": vars(arguments), "torch": torch.__version__, "shapes": {}
+        "date": time.strftime("%Y-%m-%d %H:%M"), "arguments": given, "torch": torch.__version__, "shapes": {}
     }  # fmt: skip
     verdicts: list[Verdict] = []
     agree = True
